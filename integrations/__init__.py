@@ -1,0 +1,1 @@
+"""What we know of each host: where its loop can be held, its formats, its faults. Never imports `plugins`."""
