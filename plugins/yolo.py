@@ -30,6 +30,7 @@ def start(trainer: Any, options: Mapping[str, Any] | None = None) -> None:
     from integrations.ultralytics.saving import find_state
     from plugins.core import precision
     from plugins.core.compile import CompileRefused
+    from plugins.core.planner import PlanError
     from plugins.core.report import versions
     from plugins.core.session import Session
 
@@ -48,12 +49,12 @@ def start(trainer: Any, options: Mapping[str, Any] | None = None) -> None:
             _log.info(f"accel: resuming live weights, optimizer, window and random state; settings {config.given()}")
     check(config, {"batch": trainer.batch_size})
     try:
-        adapter = Adapter(trainer, session, precision.resolve(config.precision, trainer.device))
+        adapter = Adapter(trainer, session)
         with adapter.released_on_error():
             adapter.hold(state)
     except BaseException as error:
         session.end()
-        if isinstance(error, (UnsupportedRun, CompileRefused, precision.Unsupported)):
+        if isinstance(error, (UnsupportedRun, CompileRefused, precision.Unsupported, PlanError)):
             raise AccelError(str(error)) from None
         raise
     trainer.accel = adapter
