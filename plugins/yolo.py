@@ -30,7 +30,7 @@ def start(trainer: Any, options: Mapping[str, Any] | None = None) -> None:
     from integrations.ultralytics.saving import find_state
     from plugins.core import precision
     from plugins.core.compile import CompileRefused
-    from plugins.core.planner import PlanError
+    from plugins.core.planfile import PlanError
     from plugins.core.report import versions
     from plugins.core.session import Session
 
