@@ -28,6 +28,7 @@ from plugins.core.watch import Watch
 from plugins.core.window import ALL, Term, Window
 
 WITHOUT_GRADIENT_SHOWN = 20
+COUNTS = ("micro_batches", "updates", "partial_windows", "skipped_updates", "dropped_micro_batches")
 
 
 class Session:
@@ -221,6 +222,11 @@ class Session:
                 self.window.expected = expected
         self.seen.add(shape)
 
+    def waited(self, seconds: float) -> None:
+        """Seconds that a host which fetches a whole window at once has waited for its loader."""
+        self.series.waiting += seconds
+        self._idle_since = 0.0
+
     def mean(self, count: Tensor | float, group: str = ALL) -> Tensor | float:
         return self.window.weigh({group: Term.mean(count)})[group]
 
@@ -238,13 +244,22 @@ class Session:
     def close(self) -> Outcome | None:
         if self.window.empty:
             return None
+        self._before_update()
+        outcome = self.update.step(self.window)
+        self.closed(outcome)
+        return outcome
+
+    def prepare(self) -> Outcome:
+        """For hosts that step by themselves: gradients unscaled, exact, checked and clipped. After the host's step
+        come `update.finish` and `closed`."""
+        self._before_update()
+        return self.update.prepare(self.window)
+
+    def _before_update(self) -> None:
         if self._schedule is not None:
             self._schedule(self.updates)
         if not self.series.seconds:
             self._without_gradient()
-        outcome = self.update.step(self.window)
-        self.closed(outcome)
-        return outcome
 
     def closed(self, outcome: Outcome) -> None:
         """Bookkeeping after an update; called by hosts that step by themselves as well."""
@@ -296,7 +311,7 @@ class Session:
             "window": self.window.state_dict(),
             "gradients": gradients,
             "kept_statistics": list(self.statistics._kept) if not self.window.empty else [],
-            "counts": _counts(self.report),
+            "counts": self.counts(),
             "random": checkpoint.random_state(),
         }
 
@@ -312,8 +327,15 @@ class Session:
         for name, gradient in state["gradients"].items():
             parameters[name].grad = gradient.to(parameters[name].device)
         self.statistics._kept = [t.to(self.device) for t in state["kept_statistics"]]
-        for name, value in state["counts"].items():
-            setattr(self.report.window, name, value)
+        self.set_counts(state["counts"])
+
+    def counts(self) -> dict[str, int]:
+        """What the report counted so far, for a checkpoint; a resumed run goes on from it."""
+        return {name: int(getattr(self.report.window, name)) for name in COUNTS}
+
+    def set_counts(self, counts: Mapping[str, int]) -> None:
+        for name in COUNTS:
+            setattr(self.report.window, name, counts[name])
 
     def warn(self, text: str) -> None:
         if text not in self.report.warnings:
@@ -376,8 +398,3 @@ class Session:
 
 def _gradients(model: nn.Module) -> dict[str, Tensor]:
     return {name: p.grad.detach() for name, p in model.named_parameters() if p.grad is not None}
-
-
-def _counts(report: Report) -> dict[str, int]:
-    names = ("micro_batches", "updates", "partial_windows", "skipped_updates", "dropped_micro_batches")
-    return {name: int(getattr(report.window, name)) for name in names}
