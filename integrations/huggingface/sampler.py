@@ -70,9 +70,11 @@ class BucketBatchSampler(Sampler[list[Placed]]):
         self.epoch = epoch
 
     def __len__(self) -> int:
-        group = self.batch_size * self.ranks
-        steps = len(self.lengths) // group if self.drop_last else -(-len(self.lengths) // group)
-        return steps * self.ranks if self.rank is None else steps
+        full, tail = divmod(len(self.lengths), self.batch_size * self.ranks)
+        tail = 0 if self.drop_last else tail
+        if self.rank is None:
+            return full * self.ranks + -(-tail // self.batch_size)
+        return full + bool(tail)
 
     def __iter__(self) -> Iterator[list[Placed]]:
         for step in self.steps():

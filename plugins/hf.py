@@ -1,0 +1,125 @@
+"""`Trainer(callbacks=[AccelCallback])`: the Hugging Face plug.
+
+Composes the core's session with the adapter of the host; holds no host internals itself.
+"""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import TrainerCallback
+
+from integrations.huggingface.adapter import Adapter
+from integrations.huggingface.holding import adding_trainer, find_trainer
+from integrations.seam import UnsupportedRun
+from plugins.config import AccelConfig
+from plugins.core import precision
+from plugins.core.batchnorm import reestimate
+from plugins.core.checkpoint import seed_everything
+from plugins.core.ema import EMA
+from plugins.core.report import versions
+from plugins.core.session import Session
+from plugins.errors import AccelError
+
+logger = logging.getLogger("plugins")
+
+
+class AccelCallback(TrainerCallback):
+    """Exact accumulation, buckets, compile in place, EMA and atomic checkpoints for a Trainer.
+
+    Args:
+        config: a YAML file of settings, or None for `accel.yaml` where there is one.
+        options: fields of `AccelConfig`; they win over the file and the environment.
+
+    Raises:
+        AccelError: an unknown field, a bad value, or a contradiction with TrainingArguments; one line.
+    """
+
+    def __init__(self, config: str | None = None, **options: Any) -> None:
+        self.config = AccelConfig(config, **options)
+        self.adapter: Adapter | None = None
+        self.session: Session | None = None
+        # `trainer.add_callback(AccelCallback)` builds the callback below the trainer's own frame
+        trainer = adding_trainer()
+        if trainer is not None:
+            self._attach(trainer)
+
+    @property
+    def report(self) -> dict[str, Any]:
+        """The report of the run at hand or of the last one, as in `accel_report.json`."""
+        if self.session is None:
+            raise AccelError("report: there was no run yet; call trainer.train() first")
+        return self.session.report.data()
+
+    def detach(self) -> None:
+        """Take everything off the trainer; it is the host's own again."""
+        if self.adapter is not None:
+            self.adapter.detach()
+            self.adapter = None
+
+    # -- events of the host ------------------------------------------------------------------------------------
+
+    def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._attach(find_trainer())
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        # added as an instance after the trainer was built: no event came before this one
+        self._attach(find_trainer())
+        assert self.adapter is not None
+        try:
+            self.adapter.begin()
+        except UnsupportedRun as error:
+            raise AccelError(str(error)) from None
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.adapter is not None:
+            self.adapter.before_step()
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.adapter is not None:
+            self.adapter.after_step()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.adapter is not None:
+            self.adapter.step_ended()
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.adapter is not None:
+            self.adapter.finish()
+
+    # -- parts -------------------------------------------------------------------------------------------------
+
+    def _attach(self, trainer: Any) -> None:
+        if trainer is None:
+            raise AccelError("AccelCallback: no Trainer found; pass it in Trainer(callbacks=[AccelCallback])")
+        if self.adapter is not None and self.adapter.trainer is trainer:
+            return
+        self.detach()
+        tools = SimpleNamespace(
+            config=self.config,
+            average=self._average,
+            autocast=_autocast,
+            reestimate=reestimate,
+            seed=seed_everything,
+        )
+        try:
+            self.adapter = Adapter(trainer, self, self._new_session, tools)
+        except UnsupportedRun as error:
+            raise AccelError(str(error)) from None
+
+    def _new_session(self) -> Session:
+        self.session = Session(self.config, "huggingface", logger.warning)
+        self.session.report.versions = versions("transformers", "accelerate", "datasets", "peft")
+        return self.session
+
+    def _average(self, model: nn.Module) -> EMA | None:
+        return None if isinstance(self.config.ema, str) else EMA(model, self.config.ema)
+
+
+def _autocast(name: str, device: torch.device) -> torch.dtype | None:
+    """The autocast dtype of a setting on a device; None where the host's precision stands."""
+    return None if name == "host" else precision.DTYPES.get(precision.resolve(name, device))
