@@ -10,7 +10,6 @@ for one run and is undone at its end and on an exception: `compute_loss`, `train
 from __future__ import annotations
 
 import re
-import time
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
@@ -21,7 +20,7 @@ import torch
 from torch import Tensor
 
 from integrations.huggingface import arguments, checkpoints, counting, evaluation
-from integrations.huggingface.holding import Patches, caller_local
+from integrations.huggingface.holding import Held, caller_local
 from integrations.huggingface.lengths import length_key
 from integrations.huggingface.loaders import Loaders
 from integrations.huggingface.losses import Losses
@@ -45,12 +44,13 @@ class Adapter:
         self.average: Any = None
         self.outcome: Any = None
         self.config = tools.config
-        self.entry, self.run = Patches(trainer), Patches(trainer)
-        self.arguments = Patches(trainer.args)
-        self.on_model: Patches | None = None
+        self.entry, self.run = Held(trainer), Held(trainer)
+        self.arguments = Held(trainer.args)
+        self.on_model: Held | None = None
         self.losses = Losses(trainer, self.config.normalise == "exact", self._approximate)
         self.loaders = Loaders(trainer, self.config.buckets, self.config.recompile_budget, self._say)
         self.micro_batches: list[Any] = []
+        self._left = 0  # micro-batches of the window that are still to come
         self._evaluating = False
         self._failed_batch = 0
         self._told: list[tuple[str, str]] = []
@@ -83,7 +83,7 @@ class Adapter:
 
         return guarded
 
-    def _install_losses(self, patches: Patches) -> None:
+    def _install_losses(self, patches: Held) -> None:
         losses, compute_loss = self.losses, self.trainer.compute_loss
         patches.method("compute_loss", self._compute_loss)
         patches.method("_get_num_items_in_batch", self._get_num_items_in_batch)
@@ -100,7 +100,8 @@ class Adapter:
         patches.method("save_model", self._save_model)
         patches.method("_save_checkpoint", self._save_checkpoint)
         patches.method("_run_epoch", self._run_epoch)
-        patches.value("loss_is_scaled_for_ga", self.trainer.loss_is_scaled_for_ga)
+        self._host_scaled = self.trainer.loss_is_scaled_for_ga
+        patches.value("loss_is_scaled_for_ga", self._host_scaled)
         if self._autocast() is not None:
             patches.method("compute_loss_context_manager", self._compute_loss_context)
 
@@ -171,10 +172,10 @@ class Adapter:
         self.losses.seam = session
         self.outcome = None
         self._install_run()
-        self.on_model = Patches(trainer.model)
+        self.on_model = Held(trainer.model)
         model, args = trainer.accelerator.unwrap_model(trainer.model), trainer.args
         if self.config.compile == "on" and getattr(model.config, "use_cache", False):
-            self.on_config = Patches(model.config)
+            self.on_config = Held(model.config)
             self.on_config.value("use_cache", False)
         self.average = self.tools.average(model)
         session.model_ready(
@@ -235,9 +236,9 @@ class Adapter:
     # -- a window ----------------------------------------------------------------------------------------------
 
     def _get_batch_samples(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        began = time.perf_counter()
+        self.session.idle()
         found = original(*args, **kwargs)
-        self.session.waited(time.perf_counter() - began)
+        self._left = len(found[0])
         if self.config.batchnorm == "precise":
             self.micro_batches = list(found[0])
         return found
@@ -251,7 +252,7 @@ class Adapter:
             losses.find_rule(batches, self._plain_compute_loss)
         found = losses.begin_window(original, batches, device)
         # the host divides a loss by K unless it is told that it is scaled already
-        self.trainer.loss_is_scaled_for_ga = True if losses.weighs else self.run._before["loss_is_scaled_for_ga"]
+        self.trainer.loss_is_scaled_for_ga = True if losses.weighs else self._host_scaled
         return found
 
     def _set_problem_type(self, batch: Any) -> None:
@@ -265,19 +266,21 @@ class Adapter:
     def _compute_loss(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._evaluating or self.session is None:
             return self.losses.evaluation_loss(original, *args, **kwargs)
-        self.session.statistics.apply(self.session.window.expected)  # the host has just set training mode
+        self.session.training_mode()  # the host has just set it
         return self.losses.training_loss(original, *args, **kwargs)
 
     def _training_step(self, original: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        main = _main_input(inputs)
-        size = counting.samples(inputs) if isinstance(inputs, counting.Mapping) else 1
-        self.session.micro_batch(main.shape if main is not None else ())
-        mask = inputs.get("attention_mask") if isinstance(inputs, counting.Mapping) else None
-        if isinstance(mask, Tensor) and mask.device.type == "cpu" and mask.dim() == 2:
-            self.session.seen.elements += mask.numel()
-            self.session.seen.padding += mask.numel() - int(mask.sum())
+        named = isinstance(inputs, counting.Mapping)
+        self.session.micro_batch(counting.samples(inputs) if named else 1)
+        main, mask = (_main_input(inputs), inputs.get("attention_mask")) if named else (None, None)
+        if main is not None:
+            # on a device the sum would make the host wait; there the buckets' own plan gives the padding
+            here = isinstance(mask, Tensor) and mask.dim() == 2 and mask.device.type == "cpu"
+            self.session.shape(main.shape, mask.numel() - int(mask.sum()) if here else 0)
         loss = original(model, inputs, *args, **kwargs)
-        self.session.backward_done(size, due=False)
+        self._left -= 1
+        if self._left:
+            self.session.idle()
         return loss
 
     def _get_grad_norm(self, original: Callable[..., Any], model: Any, grad_norm: Any = None) -> Any:
@@ -332,7 +335,7 @@ class Adapter:
 
     def _evaluation_loop(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         trainer, session = self.trainer, self.session
-        scoped = Patches(trainer)
+        scoped = Held(trainer)
         before, self._evaluating = self._evaluating, True
         try:
             if session is None:
@@ -371,7 +374,7 @@ class Adapter:
         final = run / f"checkpoint-{state.global_step}"
         pushed: list[Any] = []
         with checkpoints.unfinished(final, main, trainer.accelerator.wait_for_everyone) as temporary:
-            scoped = Patches(trainer)
+            scoped = Held(trainer)
             scoped.value("_get_output_dir", lambda trial=None: str(temporary))
             scoped.value("_push_from_checkpoint", pushed.append)
             try:

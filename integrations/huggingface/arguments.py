@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from integrations.huggingface.holding import Patches
+from integrations.huggingface.holding import Held
 from integrations.seam import UnsupportedRun
 
 
@@ -60,7 +60,7 @@ def effective_accumulation(trainer: Any, config: Any) -> int:
     return int(config.effective_batch // step)
 
 
-def apply(trainer: Any, config: Any, patches: Patches) -> None:
+def apply(trainer: Any, config: Any, patches: Held) -> None:
     """Set what the settings change on the arguments, for one run. `patches` targets `trainer.args`."""
     args = trainer.args
     before, now = args.gradient_accumulation_steps, effective_accumulation(trainer, config)

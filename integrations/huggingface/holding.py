@@ -7,8 +7,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-_ABSENT = object()
-
+from integrations.patches import Patches
 
 def is_trainer(candidate: Any) -> bool:
     """True for a Trainer or a subclass, without importing it: what the callback needs is there."""
@@ -47,16 +46,12 @@ def caller_local(function: str, name: str) -> Any:
     return None
 
 
-class Patches:
-    """Attributes set on one object, and the way back.
-
-    A patch is put into the instance's own dictionary, so the class and other instances stay as they are. A
-    method patch gets the original, bound as the instance would have found it, as its first argument.
-    """
+class Held:
+    """Patches on one object: methods that get the original, bound, as their first argument, and plain values."""
 
     def __init__(self, target: Any) -> None:
         self.target = target
-        self._before: dict[str, Any] = {}
+        self._patches = Patches()
 
     def method(self, name: str, replacement: Callable[..., Any]) -> None:
         """Replace `target.name(*args)` by `replacement(original, *args)`."""
@@ -67,23 +62,15 @@ class Patches:
 
         patched.__wrapped__ = original  # type: ignore[attr-defined]  # the host inspects signatures
         patched.__name__ = name
-        self.value(name, patched)
+        self._patches.put(self.target, name, patched)
 
     def value(self, name: str, value: Any) -> None:
         """Set an attribute on the instance."""
-        if name not in self._before:
-            self._before[name] = vars(self.target).get(name, _ABSENT)
-        setattr(self.target, name, value)
+        self._patches.put(self.target, name, value)
 
     def undo(self) -> None:
         """Put everything back, the latest patch first. Safe to call twice."""
-        while self._before:
-            name, before = self._before.popitem()
-            if before is _ABSENT:
-                vars(self.target).pop(name, None)
-            else:
-                setattr(self.target, name, before)
+        self._patches.undo()
 
-    @property
     def names(self) -> list[str]:
-        return list(self._before)
+        return self._patches.names()
