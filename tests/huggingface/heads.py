@@ -11,7 +11,7 @@ VOCAB, HIDDEN, LENGTH = 40, 16, 12
 
 _TEXT: dict[str, Any] = {
     "vocab_size": VOCAB, "hidden_size": HIDDEN, "num_hidden_layers": 2, "num_attention_heads": 2,
-    "intermediate_size": 24, "max_position_embeddings": 64, "pad_token_id": 0, "attn_implementation": "eager",
+    "intermediate_size": 24, "max_position_embeddings": 64, "pad_token_id": 0, "attn_implementation": "eager", "initializer_range": 0.2,
 }  # fmt: skip
 _NO_DROP: dict[str, Any] = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
