@@ -20,6 +20,7 @@ from plugins.config import AccelConfig
 from plugins.core import precision
 from plugins.core.batchnorm import reestimate
 from plugins.core.checkpoint import seed_everything
+from plugins.core.compile import CompileRefused
 from plugins.core.ema import EMA
 from plugins.core.report import versions
 from plugins.core.session import Session
@@ -72,7 +73,7 @@ class AccelCallback(TrainerCallback):
         assert self.adapter is not None
         try:
             self.adapter.begin()
-        except UnsupportedRun as error:
+        except (UnsupportedRun, CompileRefused) as error:
             raise AccelError(str(error)) from None
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

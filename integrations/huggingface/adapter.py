@@ -37,6 +37,8 @@ class Adapter:
     """
 
     def __init__(self, trainer: Any, callback: Any, new_session: Callable[[], Any], tools: Any) -> None:
+        self._late = caller_local("_inner_training_loop", "train_dataloader") is not None
+        self._late_loader: Any = None
         self._trainer = weakref.ref(trainer)
         self._callback = weakref.ref(callback)
         self.new_session, self.tools = new_session, tools
@@ -55,6 +57,8 @@ class Adapter:
         self._failed_batch = 0
         self._told: list[tuple[str, str]] = []
         arguments.refuse_contradictions(trainer, self.config)
+        if self._late:
+            arguments.refuse_late(trainer, self.config)
         self._install_entry()
 
     @property
@@ -224,6 +228,7 @@ class Adapter:
         session.end(folder)
         self.average = None
         self.micro_batches = []
+        self._late, self._late_loader = False, None
 
     def finish(self) -> None:
         """on_train_end: what the model holds from here on is what was evaluated and saved."""
@@ -312,6 +317,12 @@ class Adapter:
         self.outcome = None
 
     def _run_epoch(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._late_loader is None and self._late and "train_dataloader" in kwargs:
+            # The callback came after the host had built its loader; with buckets an epoch has as many steps.
+            self._late_loader = self.trainer.get_train_dataloader()
+            self._facts()
+        if self._late_loader is not None and self.loaders.edges:
+            kwargs["train_dataloader"] = self._late_loader
         self.loaders.set_epoch(kwargs.get("epoch", 0))
         try:
             return original(*args, **kwargs)

@@ -39,6 +39,17 @@ def refuse_contradictions(trainer: Any, config: Any) -> None:
     effective_accumulation(trainer, config)
 
 
+def refuse_late(trainer: Any, config: Any) -> None:
+    """Raise UnsupportedRun where a setting would have had to be known before the host planned its updates."""
+    for field in ("accumulate", "effective_batch"):
+        value = getattr(config, field)
+        if value != "host" and effective_accumulation(trainer, config) != trainer.args.gradient_accumulation_steps:
+            raise UnsupportedRun(
+                f"{field}={value}: the callback was added to a trainer that had been built; pass it in "
+                f"Trainer(callbacks=[...]), or set gradient_accumulation_steps in TrainingArguments"
+            )
+
+
 def effective_accumulation(trainer: Any, config: Any) -> int:
     """K, micro-batches an update, from `accumulate`, `effective_batch` or the host.
 

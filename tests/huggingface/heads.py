@@ -42,7 +42,7 @@ def _resnet() -> t.ResNetConfig:
 
 def _t5() -> t.T5Config:
     return t.T5Config(
-        vocab_size=VOCAB, d_model=HIDDEN, d_kv=8, d_ff=24, num_layers=2, num_heads=2, dropout_rate=0.0, pad_token_id=0,
+        vocab_size=VOCAB, d_model=HIDDEN, d_kv=8, d_ff=24, num_layers=3, num_heads=2, dropout_rate=0.0, pad_token_id=0,
         eos_token_id=1, decoder_start_token_id=0,
     )  # fmt: skip
 
