@@ -24,12 +24,13 @@ from plugins.core.batchnorm import SMALL_MICRO_BATCH, Statistics
 from plugins.core.memory import Peaks
 from plugins.core.report import Report, Series
 from plugins.core.shapes import Marker, Seen
-from plugins.core.update import Outcome, Resumable, Update
+from plugins.core.update import NonFiniteGradient, Outcome, Resumable, Update
 from plugins.core.watch import Watch
 from plugins.core.window import ALL, Term, Window
 
 WITHOUT_GRADIENT_SHOWN = 20
 COUNTS = ("micro_batches", "updates", "partial_windows", "skipped_updates", "dropped_micro_batches")
+SKIPS_SHOWN = 5
 
 
 class Session:
@@ -99,20 +100,25 @@ class Session:
             average=average,
             sync=sync,
             keep_gradients=cuda_graphs and self.config.compile == "on",
+            order=model.parameters(),
         )
         self.statistics = Statistics(model, self.config.batchnorm)
         self.statistics.apply(self.window.expected)
         self.peaks = Peaks(device)
         self._describe(micro_batch)
         self.watch.start()
-        self._compile(dims, takes, uncompilable)
+        try:
+            self._compile(dims, takes, uncompilable)
+        except BaseException:
+            self.end()
+            raise
 
     def _describe(self, micro_batch: int) -> None:
         report = self.report
         report.device = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else self.device.type
         report.memory.kind = self.peaks.kind
         self.describe_window(micro_batch)
-        report.window.exact = self.window.exact
+        report.window.exact = self.window.exact and not report.window.approximate_terms
         report.gradients.clip_norm = self.update.clip_norm
         report.batchnorm.layers = len(self.statistics.layers)
         report.batchnorm.rule = self.config.batchnorm
@@ -191,10 +197,16 @@ class Session:
                 raise compiling.CompileRefused(f"compile_scope={','.join(scope)}: no module has such a name")
             return modules, "features"
         if scope == "regional":
-            blocks = compiling.regions(self.model)
+            left_out = {id(m) for m in compiling.matching(self.model, self.config.compile_exclude, [])}
+            blocks = [block for block in compiling.regions(self.model) if id(block) not in left_out]
             if not blocks:
                 raise compiling.CompileRefused("compile_scope=regional: the model has no repeated blocks; use whole")
             return blocks, "regional"
+        if self.config.compile_exclude:
+            raise compiling.CompileRefused(
+                f"compile_exclude={','.join(self.config.compile_exclude)}: the whole forward is one graph; "
+                "use compile_scope=regional or name patterns"
+            )
         return [self.model], "whole"
 
     def _stay_eager(self, reason: str) -> None:
@@ -278,7 +290,8 @@ class Session:
         if self.window.empty:
             return None
         self._before_update()
-        outcome = self.update.step(self.window)
+        with self._statistics_kept():
+            outcome = self.update.step(self.window)
         self.closed(outcome)
         return outcome
 
@@ -286,7 +299,17 @@ class Session:
         """For hosts that step by themselves: gradients unscaled, exact, checked and clipped. After the host's step
         come `update.finish` and `closed`."""
         self._before_update()
-        return self.update.prepare(self.window)
+        with self._statistics_kept():
+            return self.update.prepare(self.window)
+
+    @contextmanager
+    def _statistics_kept(self) -> Iterator[None]:
+        """nonfinite=stop ends the run: BatchNorm's statistics are those of before the bad window."""
+        try:
+            yield
+        except NonFiniteGradient:
+            self.statistics.restore()
+            raise
 
     def _before_update(self) -> None:
         if self._schedule is not None:
@@ -302,7 +325,11 @@ class Session:
         else:
             facts.skipped_updates += 1
             self.statistics.restore()
-            self.warn(f"update {self.updates - 1}: the gradient norm is {outcome.norm}; the update was skipped")
+            if facts.skipped_updates <= SKIPS_SHOWN:
+                last = "; further ones are only counted" if facts.skipped_updates == SKIPS_SHOWN else ""
+                self.warn(
+                    f"update {self.updates - 1}: the gradient norm is {outcome.norm}; the update was skipped{last}"
+                )
         facts.partial_windows += outcome.partial
         self._spend(time.perf_counter())
         self.series.seconds.append(self._spent)
@@ -329,9 +356,17 @@ class Session:
 
     @contextmanager
     def validation(self) -> Iterator[None]:
-        with self.watch.in_phase("validation"):
-            yield
-        self._idle_since = 0.0
+        """At `validate=eager` calls of the live model run eagerly inside, and add no graph to training's."""
+        held = [part for part in self.compiled if part.active and self.config.validate_ == "eager"]
+        for part in held:
+            part.active = False
+        try:
+            with self.watch.in_phase("validation"):
+                yield
+        finally:
+            for part in held:
+                part.active = True
+            self._idle_since = 0.0
 
     def state_dict(self) -> dict[str, Any]:
         average = self.update.average
@@ -388,11 +423,19 @@ class Session:
         return self.report.write(folder, self.series)
 
     def end(self, folder: Path | None = None) -> Path | None:
-        """Undo what was put on the model and write the report. Safe to call twice."""
+        """Undo what was put on the model and write the report; returns its path. Safe to call twice.
+
+        A report that cannot be written is a warning: a trained model is worth more.
+        """
         if self._ended:
             return None
         self._ended = True
-        path = self.write_report(folder) if folder is not None else None
+        path = None
+        if folder is not None:
+            try:
+                path = self.write_report(folder)
+            except OSError as error:
+                self.warn(f"report not written: {error}")
         for part in (*self.compiled, *self._validated):
             part.undo()
         if hasattr(self, "statistics"):
