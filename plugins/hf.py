@@ -123,4 +123,4 @@ class AccelCallback(TrainerCallback):
 
 def _autocast(name: str, device: torch.device) -> torch.dtype | None:
     """The autocast dtype of a setting on a device; None where the host's precision stands."""
-    return None if name == "host" else precision.DTYPES.get(precision.resolve(name, device))
+    return torch.bfloat16 if name != "host" and precision.resolve(name, device) == "bf16" else None

@@ -116,7 +116,9 @@ class Adapter:
 
     # -- a run -------------------------------------------------------------------------------------------------
 
-    def _train(self, original: Callable[..., Any], resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+    def _train(
+        self, original: Callable[..., Any], resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any
+    ) -> Any:
         trainer = self.trainer
         run = Path(trainer.args.output_dir)
         if trainer.args.should_save and run.is_dir():
@@ -133,7 +135,9 @@ class Adapter:
             self._failed_batch = 0
             self.end()
 
-    def _inner_training_loop(self, original: Callable[..., Any], batch_size: Any = None, *args: Any, **kwargs: Any) -> Any:
+    def _inner_training_loop(
+        self, original: Callable[..., Any], batch_size: Any = None, *args: Any, **kwargs: Any
+    ) -> Any:
         trainer = self.trainer
         if trainer.args.auto_find_batch_size and batch_size:
             batch_size = self._keep_effective_batch(batch_size)
@@ -264,9 +268,9 @@ class Adapter:
         """Heads write it into their config in the first forward, which would make the compiler start again."""
         model = counting.base(self.trainer.accelerator.unwrap_model(self.trainer.model))
         labels = batch.get("labels") if isinstance(batch, counting.Mapping) else None
-        if isinstance(labels, Tensor) and re.search(r"For\w*Classification$", type(model).__name__):
-            if getattr(model.config, "problem_type", "") is None and "Token" not in type(model).__name__:
-                model.config.problem_type = counting.problem_type(model.config, labels)
+        head = re.search(r"For(Sequence|Image|Video|Audio)Classification$", type(model).__name__)
+        if isinstance(labels, Tensor) and head and getattr(model.config, "problem_type", "") is None:
+            model.config.problem_type = counting.problem_type(model.config, labels)
 
     def _compute_loss(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._evaluating or self.session is None:
@@ -281,7 +285,7 @@ class Adapter:
         if main is not None:
             # on a device the sum would make the host wait; there the buckets' own plan gives the padding
             here = isinstance(mask, Tensor) and mask.dim() == 2 and mask.device.type == "cpu"
-            self.session.shape(main.shape, mask.numel() - int(mask.sum()) if here else 0)
+            self.session.shape(main.shape, mask.numel() - int(mask.sum()) if here and mask is not None else 0)
         loss = original(model, inputs, *args, **kwargs)
         self._left -= 1
         if self._left:
@@ -298,7 +302,9 @@ class Adapter:
         if self.outcome is None or self.outcome.stepped:
             return
         for number in self.losses.not_finite():
-            self.session.warn(f"step {self.trainer.state.global_step + 1}: the loss of micro-batch {number} is not finite")
+            self.session.warn(
+                f"step {self.trainer.state.global_step + 1}: the loss of micro-batch {number} is not finite"
+            )
         if self.session.update.scaler is None:
             for parameter in self.session.update.parameters():
                 parameter.grad = None

@@ -28,7 +28,9 @@ def refuse_contradictions(trainer: Any, config: Any) -> None:
     if trainer.is_deepspeed_enabled:
         raise UnsupportedRun("deepspeed: not supported by the plug; allowed are one process, or several under DDP")
     if trainer.is_fsdp_enabled:
-        raise UnsupportedRun(f"fsdp={args.fsdp}: not supported by the plug; allowed are one process, or several under DDP")
+        raise UnsupportedRun(
+            f"fsdp={args.fsdp}: not supported by the plug; allowed are one process, or several under DDP"
+        )
     host = "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32"
     if config.precision not in ("host", "auto", host) and (host != "fp32" or config.precision == "fp16"):
         raise UnsupportedRun(

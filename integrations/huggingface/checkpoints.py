@@ -45,7 +45,11 @@ def problems(folder: Path) -> list[str]:
                 for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))
                 if not (folder / name).is_file()
             ]
-    if not weights and not any(folder.glob("*/adapter_model.safetensors")) and not any(folder.glob("pytorch_model_fsdp*")):
+    if (
+        not weights
+        and not any(folder.glob("*/adapter_model.safetensors"))
+        and not any(folder.glob("pytorch_model_fsdp*"))
+    ):
         found.append("model weights are missing")
     for path in weights:
         if path.suffix == ".safetensors" and not _safetensors_complete(path):
@@ -57,7 +61,7 @@ def problems(folder: Path) -> list[str]:
 
 def newest_complete(run: Path) -> tuple[Path | None, list[str]]:
     """The complete checkpoint with the highest step in a run's folder, and a line for every newer one left out."""
-    passed = []
+    passed: list[str] = []
     numbered = sorted(
         ((int(match[1]), path) for path in run.glob("checkpoint-*") if (match := _NAME.match(path.name))), reverse=True
     )

@@ -23,6 +23,7 @@ class PlacedDataset(Dataset[Any]):
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
+        self.order: Callable[[], list[int]] | None = None  # the order of visits, where it is not the data's own
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -30,10 +31,10 @@ class PlacedDataset(Dataset[Any]):
     def __getitem__(self, placed: Placed | int) -> Any:
         if not isinstance(placed, Placed):
             return self.dataset[placed]
-        return mark(self.dataset[placed.index], placed)
+        return mark(self.dataset[placed.sample], placed)
 
     def __getitems__(self, batch: Sequence[Placed]) -> list[Any]:
-        indices = [placed.index for placed in batch]
+        indices = [placed.sample for placed in batch]
         fetch = getattr(self.dataset, "__getitems__", None)
         samples = fetch(indices) if fetch is not None else [self.dataset[index] for index in indices]
         return [mark(sample, placed) for sample, placed in zip(samples, batch, strict=True)]
@@ -68,9 +69,15 @@ class BucketCollator:
     """
 
     def __init__(
-        self, collate: Callable[[list[Any]], Any], edges: Sequence[int], *, pad_token_id: int = 0,
-        side: str = "right", key: str = "input_ids", masked: bool = True,
-    ) -> None:  # fmt: skip
+        self,
+        collate: Callable[[list[Any]], Any],
+        edges: Sequence[int],
+        *,
+        pad_token_id: int = 0,
+        side: str = "right",
+        key: str = "input_ids",
+        masked: bool = True,
+    ) -> None:
         self.collate, self.edges, self.pad_token_id, self.side, self.key = (
             collate,
             sorted(edges),
@@ -136,9 +143,7 @@ class BucketedStream(IterableDataset[Any]):
         group: samples of a step over all ranks (batch_size * ranks).
     """
 
-    def __init__(
-        self, dataset: Any, edges: Sequence[int], group: int, length_of: Callable[[Any], int]
-    ) -> None:
+    def __init__(self, dataset: Any, edges: Sequence[int], group: int, length_of: Callable[[Any], int]) -> None:
         self.dataset, self.edges, self.group, self.length_of = dataset, sorted(edges), group, length_of
 
     def __iter__(self) -> Iterator[Any]:

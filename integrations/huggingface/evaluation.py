@@ -8,13 +8,20 @@ from typing import Any
 
 import numpy as np
 
+from integrations.huggingface.collator import PlacedDataset
 from integrations.huggingface.losses import Losses
 
 
 def run(
-    original: Callable[..., Any], trainer: Any, losses: Losses, dataloader: Any, description: str,
-    prediction_loss_only: bool | None = None, ignore_keys: Any = None, metric_key_prefix: str = "eval",
-) -> Any:  # fmt: skip
+    original: Callable[..., Any],
+    trainer: Any,
+    losses: Losses,
+    dataloader: Any,
+    description: str,
+    prediction_loss_only: bool | None = None,
+    ignore_keys: Any = None,
+    metric_key_prefix: str = "eval",
+) -> Any:
     """The trainer's `evaluation_loop`, with its loss and its order put right."""
     order = _order(dataloader)
     metrics = trainer.compute_metrics
@@ -31,9 +38,7 @@ def run(
         output.metrics[f"{metric_key_prefix}_loss"] = mean
     if order is None:
         return output
-    return output._replace(
-        predictions=reorder(output.predictions, order), label_ids=reorder(output.label_ids, order)
-    )
+    return output._replace(predictions=reorder(output.predictions, order), label_ids=reorder(output.label_ids, order))
 
 
 @contextmanager
@@ -84,5 +89,5 @@ def _reordered(prediction: Any, order: Sequence[int]) -> Any:
 
 
 def _order(dataloader: Any) -> list[int] | None:
-    order = getattr(getattr(dataloader, "dataset", None), "__dict__", {}).get("order")
-    return list(order()) if order is not None else None
+    dataset = getattr(dataloader, "dataset", None)
+    return dataset.order() if isinstance(dataset, PlacedDataset) and dataset.order is not None else None

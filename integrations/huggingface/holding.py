@@ -9,6 +9,7 @@ from typing import Any
 
 from integrations.patches import Patches
 
+
 def is_trainer(candidate: Any) -> bool:
     """True for a Trainer or a subclass, without importing it: what the callback needs is there."""
     return all(hasattr(candidate, name) for name in ("callback_handler", "compute_loss", "training_step", "args"))

@@ -23,11 +23,7 @@ def length_of(sample: Any, key: str) -> int | None:
     shape = getattr(value, "shape", None)
     if shape is not None:
         return int(shape[0]) if len(shape) == 1 else None
-    return (
-        len(value)
-        if hasattr(value, "__len__") and not (len(value) and hasattr(value[0], "__len__"))
-        else None
-    )
+    return len(value) if hasattr(value, "__len__") and not (len(value) and hasattr(value[0], "__len__")) else None
 
 
 def dataset_lengths(dataset: Any, key: str, column: str = "length") -> list[int] | None:

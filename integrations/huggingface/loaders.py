@@ -35,9 +35,15 @@ class Loaders:
         self._sampler: BucketBatchSampler | None = None
 
     def get_dataloader(
-        self, original: Callable[..., Any], dataset: Any, description: str, batch_size: int, sampler_fn: Any = None,
-        is_training: bool = False, dataloader_key: str | None = None,
-    ) -> Any:  # fmt: skip
+        self,
+        original: Callable[..., Any],
+        dataset: Any,
+        description: str,
+        batch_size: int,
+        sampler_fn: Any = None,
+        is_training: bool = False,
+        dataloader_key: str | None = None,
+    ) -> Any:
         """The trainer's `_get_dataloader`."""
         leave = partial(original, dataset, description, batch_size, sampler_fn, is_training, dataloader_key)
         if self.buckets == "off" or dataset is None or self._user_samples(is_training):
@@ -64,8 +70,13 @@ class Loaders:
             placed.order = sampler.order
         batches = sampler if grouped else BatchSampler(SequentialSampler(lengths), batch_size, False)
         loader = self._prepare(
-            DataLoader(placed, batch_sampler=batches, collate_fn=self._collator(collate, edges, key), **self._options(is_training))
-        )  # fmt: skip
+            DataLoader(
+                placed,
+                batch_sampler=batches,
+                collate_fn=self._collator(collate, edges, key),
+                **self._options(is_training),
+            )
+        )
         if is_training:
             self._sampler, self.edges = sampler, edges
             padded = padded_tokens(lengths, edges, group)
@@ -100,7 +111,9 @@ class Loaders:
             given = [int(edge) for edge in self.buckets]
             edges = with_overflow(given, longest)
             if len(edges) > len(given):
-                self.say(f"buckets={given}: the longest sample has {longest} tokens, so an edge of {edges[-1]} was added")
+                self.say(
+                    f"buckets={given}: the longest sample has {longest} tokens, so an edge of {edges[-1]} was added"
+                )
             return edges
         if not is_training and self.edges:
             return with_overflow(self.edges, longest)
@@ -131,10 +144,16 @@ class Loaders:
     ) -> BucketBatchSampler:
         args = self.trainer.args
         return BucketBatchSampler(
-            lengths, edges, batch_size, ranks=args.world_size, rank=args.process_index if is_training else None,
-            shuffle=is_training, seed=args.seed if args.data_seed is None else args.data_seed,
-            drop_last=args.dataloader_drop_last, label_lengths=label_lengths(dataset, lengths),
-        )  # fmt: skip
+            lengths,
+            edges,
+            batch_size,
+            ranks=args.world_size,
+            rank=args.process_index if is_training else None,
+            shuffle=is_training,
+            seed=args.seed if args.data_seed is None else args.data_seed,
+            drop_last=args.dataloader_drop_last,
+            label_lengths=label_lengths(dataset, lengths),
+        )
 
     def _collator(self, collate: Any, edges: list[int], key: str) -> BucketCollator:
         tokenizer = self.trainer.processing_class or getattr(self.trainer.data_collator, "tokenizer", None)

@@ -66,7 +66,7 @@ class Losses:
     def _probe(self, batches: Sequence[Any], compute_loss: Callable[..., Any], custom: bool) -> None:
         trainer = self.trainer
         model = trainer.accelerator.unwrap_model(trainer.model)
-        batch = trainer._prepare_inputs(dict(max(batches, key=counting.samples)))
+        batch = trainer._prepare_inputs(max((dict(b) for b in batches), key=counting.samples))
 
         def ask(inputs: dict[str, Any], number: Any) -> Tensor:
             # the host multiplies by the number of processes only where it passes a count to a loss that takes one
@@ -152,8 +152,14 @@ class Losses:
         return original(model, inputs, *args, **kwargs)
 
     def prediction_step(
-        self, original: Callable[..., Any], compute_loss: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any
-    ) -> Any:  # fmt: skip
+        self,
+        original: Callable[..., Any],
+        compute_loss: Callable[..., Any],
+        model: Any,
+        inputs: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
         """The host's prediction step; adds the batch's loss to the evaluation's sum."""
         if not self.known:
             self.find_rule([inputs], compute_loss)
@@ -202,8 +208,12 @@ def _no_terms(compute: Callable[..., Any], model: Any, inputs: Any, kwargs: dict
     kwargs = {k: v for k, v in kwargs.items() if k != "return_outputs"}
     _, outputs = compute(model, inputs, return_outputs=True, **kwargs)
     values = outputs.values() if isinstance(outputs, counting.Mapping) else outputs
-    logits = [v for k, v in zip(getattr(outputs, "keys", lambda: range(len(values)))(), values, strict=False) if k != "loss"]
-    parts = [v.float().sum() * 0.0 for v in logits if isinstance(v, Tensor) and v.is_floating_point() and v.requires_grad]
+    logits = [
+        v for k, v in zip(getattr(outputs, "keys", lambda: range(len(values)))(), values, strict=False) if k != "loss"
+    ]
+    parts = [
+        v.float().sum() * 0.0 for v in logits if isinstance(v, Tensor) and v.is_floating_point() and v.requires_grad
+    ]
     return sum(parts, torch.zeros((), device=parts[0].device))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -14,7 +15,7 @@ from integrations.huggingface.edges import bucket_of
 class Placed(NamedTuple):
     """A sample and where it was put: what the sampler yields and `PlacedDataset` reads."""
 
-    index: int
+    sample: int
     edge: int
     """Tokens that the inputs of the whole batch are padded to."""
     label_edge: int
@@ -82,7 +83,7 @@ class BucketBatchSampler(Sampler[list[Placed]]):
 
     def order(self) -> list[int]:
         """Indices of this epoch in the order in which they are visited, rank after rank within a step."""
-        return [placed.index for step in self.steps() for batch in step for placed in batch]
+        return [placed.sample for step in self.steps() for batch in step for placed in batch]
 
     def steps(self) -> list[list[list[Placed]]]:
         """All steps of this epoch: step -> rank -> batch."""
@@ -118,7 +119,7 @@ class BucketBatchSampler(Sampler[list[Placed]]):
             if len(members) < size * self.ranks and self.rank is not None:
                 cuts = [len(members) * rank // self.ranks for rank in range(self.ranks + 1)]
             placed = [Placed(index, self.edges[bucket], self.label_edges[bucket]) for index in members]
-            shared.append([placed[a:b] for a, b in zip(cuts, cuts[1:], strict=False)])
+            shared.append([placed[a:b] for a, b in pairwise(cuts)])
         return [[batch for batch in step if batch] for step in shared]
 
     def _label_edges(self, label_lengths: Sequence[int] | None) -> list[int]:

@@ -10,9 +10,16 @@ import transformers as t
 VOCAB, HIDDEN, LENGTH = 40, 16, 12
 
 _TEXT: dict[str, Any] = {
-    "vocab_size": VOCAB, "hidden_size": HIDDEN, "num_hidden_layers": 2, "num_attention_heads": 2,
-    "intermediate_size": 24, "max_position_embeddings": 64, "pad_token_id": 0, "attn_implementation": "eager", "initializer_range": 0.2,
-}  # fmt: skip
+    "vocab_size": VOCAB,
+    "hidden_size": HIDDEN,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 24,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "attn_implementation": "eager",
+    "initializer_range": 0.2,
+}
 _NO_DROP: dict[str, Any] = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 
@@ -22,36 +29,69 @@ def _bert(**more: Any) -> t.BertConfig:
 
 def _gpt2() -> t.GPT2Config:
     return t.GPT2Config(
-        vocab_size=VOCAB, n_positions=64, n_embd=HIDDEN, n_layer=2, n_head=2, n_inner=24, resid_pdrop=0.0, embd_pdrop=0.0,
-        attn_pdrop=0.0, summary_first_dropout=0.0, pad_token_id=0, bos_token_id=1, eos_token_id=2, attn_implementation="eager",
-    )  # fmt: skip
+        vocab_size=VOCAB,
+        n_positions=64,
+        n_embd=HIDDEN,
+        n_layer=2,
+        n_head=2,
+        n_inner=24,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        summary_first_dropout=0.0,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+        attn_implementation="eager",
+    )
 
 
 def _vit() -> t.ViTConfig:
     return t.ViTConfig(
-        hidden_size=HIDDEN, num_hidden_layers=2, num_attention_heads=2, intermediate_size=24, image_size=16, patch_size=8,
-        num_labels=3, **_NO_DROP,
-    )  # fmt: skip
+        hidden_size=HIDDEN,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=24,
+        image_size=16,
+        patch_size=8,
+        num_labels=3,
+        **_NO_DROP,
+    )
 
 
 def _resnet() -> t.ResNetConfig:
-    return t.ResNetConfig(
-        embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic", num_labels=3
-    )  # fmt: skip
+    return t.ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic", num_labels=3)
 
 
 def _t5() -> t.T5Config:
     return t.T5Config(
-        vocab_size=VOCAB, d_model=HIDDEN, d_kv=8, d_ff=24, num_layers=3, num_heads=2, dropout_rate=0.0, pad_token_id=0,
-        eos_token_id=1, decoder_start_token_id=0,
-    )  # fmt: skip
+        vocab_size=VOCAB,
+        d_model=HIDDEN,
+        d_kv=8,
+        d_ff=24,
+        num_layers=3,
+        num_heads=2,
+        dropout_rate=0.0,
+        pad_token_id=0,
+        eos_token_id=1,
+        decoder_start_token_id=0,
+    )
 
 
 def _distil() -> t.DistilBertConfig:
     return t.DistilBertConfig(
-        vocab_size=VOCAB, dim=HIDDEN, n_layers=2, n_heads=2, hidden_dim=24, max_position_embeddings=64, dropout=0.0,
-        attention_dropout=0.0, seq_classif_dropout=0.0, qa_dropout=0.0, num_labels=3,
-    )  # fmt: skip
+        vocab_size=VOCAB,
+        dim=HIDDEN,
+        n_layers=2,
+        n_heads=2,
+        hidden_dim=24,
+        max_position_embeddings=64,
+        dropout=0.0,
+        attention_dropout=0.0,
+        seq_classif_dropout=0.0,
+        qa_dropout=0.0,
+        num_labels=3,
+    )
 
 
 def _roberta(**more: Any) -> t.RobertaConfig:

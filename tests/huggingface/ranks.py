@@ -22,14 +22,22 @@ def gradients(folder: Path) -> dict[str, Any]:
     for head in HEADS:
         for micro, accumulate in SPLITS:
             trainer, spy = trainer_for(
-                head, folder, 2 * micro * accumulate, options={"batchnorm": "freeze"}, per_device_train_batch_size=micro,
-                per_device_eval_batch_size=3, gradient_accumulation_steps=accumulate, max_steps=1,
-            )  # fmt: skip
+                head,
+                folder,
+                2 * micro * accumulate,
+                options={"batchnorm": "freeze"},
+                per_device_train_batch_size=micro,
+                per_device_eval_batch_size=3,
+                gradient_accumulation_steps=accumulate,
+                max_steps=1,
+            )
             evaluation = trainer.evaluate()["eval_loss"] if accumulate == 2 else None
             trainer.train()
             found[f"{head} {micro}x{accumulate}"] = {
-                "gradients": spy.gradients[0], "loss": losses(trainer)[0], "eval_loss": evaluation,
-            }  # fmt: skip
+                "gradients": spy.gradients[0],
+                "loss": losses(trainer)[0],
+                "eval_loss": evaluation,
+            }
     return found
 
 
@@ -42,9 +50,16 @@ def in_step(folder: Path) -> dict[str, Any]:
         return dist.algorithms.ddp_comm_hooks.default_hooks.allreduce_hook(None, bucket)
 
     trainer, spy = trainer_for(
-        "bert-token", folder, 24, options={"ema": 0.5}, per_device_train_batch_size=1, gradient_accumulation_steps=4,
-        max_steps=3, save_strategy="steps", save_steps=2,
-    )  # fmt: skip
+        "bert-token",
+        folder,
+        24,
+        options={"ema": 0.5},
+        per_device_train_batch_size=1,
+        gradient_accumulation_steps=4,
+        max_steps=3,
+        save_strategy="steps",
+        save_steps=2,
+    )
     trainer.evaluate()
     original = trainer._prepare_for_training
 
@@ -72,13 +87,24 @@ def buckets(folder: Path) -> dict[str, Any]:
     from tests.huggingface.text import TokenRows, pad
 
     trainer, spy = trainer_for(
-        "bert-token", folder, 23, options={"buckets": [4, 8, 12]}, batch=TokenRows(rows), per_device_train_batch_size=2,
-        per_device_eval_batch_size=3, gradient_accumulation_steps=6, max_steps=1, train_sampling_strategy="random",
+        "bert-token",
+        folder,
+        23,
+        options={"buckets": [4, 8, 12]},
+        batch=TokenRows(rows),
+        per_device_train_batch_size=2,
+        per_device_eval_batch_size=3,
+        gradient_accumulation_steps=6,
+        max_steps=1,
+        train_sampling_strategy="random",
         extra={"data_collator": pad, "compute_metrics": lambda p: {"rows": len(p.predictions)}},
-    )  # fmt: skip
+    )
     shapes: list[Any] = []
     step = trainer.training_step
-    trainer.training_step = lambda model, inputs, *a: (shapes.append(list(inputs["input_ids"].shape)), step(model, inputs, *a))[1]  # type: ignore[func-returns-value]
+    trainer.training_step = lambda model, inputs, *a: (
+        shapes.append(list(inputs["input_ids"].shape)),
+        step(model, inputs, *a),
+    )[1]  # type: ignore[func-returns-value]
     evaluation = trainer.evaluate()
     trainer.train()
     every: list[Any] = [None, None]

@@ -17,11 +17,21 @@ def arguments(folder: Path | str, **more: Any) -> TrainingArguments:
     """Quiet, deterministic arguments for a CPU; `more` wins."""
     return TrainingArguments(
         **{
-            "output_dir": str(folder), "use_cpu": True, "report_to": [], "save_strategy": "no", "disable_tqdm": True,
-            "logging_steps": 1, "remove_unused_columns": False, "optim": "sgd", "learning_rate": 0.05, "max_grad_norm": 0.0,
-            "train_sampling_strategy": "sequential", "lr_scheduler_type": "constant", **more,
+            "output_dir": str(folder),
+            "use_cpu": True,
+            "report_to": [],
+            "save_strategy": "no",
+            "disable_tqdm": True,
+            "logging_steps": 1,
+            "remove_unused_columns": False,
+            "optim": "sgd",
+            "learning_rate": 0.05,
+            "max_grad_norm": 0.0,
+            "train_sampling_strategy": "sequential",
+            "lr_scheduler_type": "constant",
+            **more,
         }
-    )  # fmt: skip
+    )
 
 
 class Spy(TrainerCallback):
@@ -42,9 +52,18 @@ class Spy(TrainerCallback):
 
 
 def trainer_for(
-    head: str, folder: Path | str, size: int, *, options: dict[str, Any] | None = None, plug: bool = True,
-    batch: Any = None, model: Any = None, kind: type[Trainer] = Trainer, extra: dict[str, Any] | None = None, **more: Any,
-) -> tuple[Trainer, Spy]:  # fmt: skip
+    head: str,
+    folder: Path | str,
+    size: int,
+    *,
+    options: dict[str, Any] | None = None,
+    plug: bool = True,
+    batch: Any = None,
+    model: Any = None,
+    kind: type[Trainer] = Trainer,
+    extra: dict[str, Any] | None = None,
+    **more: Any,
+) -> tuple[Trainer, Spy]:
     """A trainer of `head` on `size` uneven rows, with the plug and a spy."""
     spy = Spy()
     rows = batch if isinstance(batch, torch.utils.data.Dataset) else Rows(batch or batch_for(head, size, uneven=True))

@@ -21,15 +21,15 @@ def collate(features):
     longest = max(len(f["input_ids"]) for f in features)
     return {
         "input_ids": torch.tensor([f["input_ids"] + [0] * (longest - len(f["input_ids"])) for f in features]),
-        "attention_mask": torch.tensor([[1] * len(f["input_ids"]) + [0] * (longest - len(f["input_ids"])) for f in features]),
+        "attention_mask": torch.tensor(
+            [[1] * len(f["input_ids"]) + [0] * (longest - len(f["input_ids"])) for f in features]
+        ),
         "labels": torch.tensor([f["labels"] + [-100] * (longest - len(f["labels"])) for f in features]),
-    }  # fmt: skip
+    }
 
 
 def samples(lengths):
-    return [
-        {"input_ids": [index + 1] * length, "labels": [1] * length} for index, length in enumerate(lengths)
-    ]
+    return [{"input_ids": [index + 1] * length, "labels": [1] * length} for index, length in enumerate(lengths)]
 
 
 @settings(deadline=None, max_examples=60)
@@ -54,14 +54,12 @@ def test_every_sample_once_and_one_bucket_on_all_ranks(lengths, batch, ranks, ep
     for step in zip(*per_rank, strict=True):
         assert len({placed.edge for placed_batch in step for placed in placed_batch}) == 1
         assert all(0 < len(placed_batch) <= batch for placed_batch in step)
-    seen = Counter(
-        placed.index for batches in per_rank for placed_batch in batches for placed in placed_batch
-    )
+    seen = Counter(placed.sample for batches in per_rank for placed_batch in batches for placed in placed_batch)
     assert set(seen) == set(range(len(lengths)))
     tail = len(lengths) % (batch * ranks)
     assert sum(seen.values()) - len(lengths) == (ranks - tail if 0 < tail < ranks else 0)
     for placed in (placed for batches in per_rank for placed_batch in batches for placed in placed_batch):
-        assert lengths[placed.index] <= placed.edge
+        assert lengths[placed.sample] <= placed.edge
 
 
 @settings(deadline=None, max_examples=40)
@@ -120,7 +118,7 @@ def test_reproducible_reshuffled_and_the_same_after_a_resume():
 def test_order_without_shuffle_is_the_order_of_visits():
     lengths = [5, 60, 7, 61, 9]
     sampler = BucketBatchSampler(lengths, [16, 64], 2, rank=None, ranks=1, shuffle=False)
-    assert sampler.order() == [p.index for batch in sampler for p in batch]
+    assert sampler.order() == [p.sample for batch in sampler for p in batch]
     assert sorted(sampler.order()) == [0, 1, 2, 3, 4]
 
 
@@ -149,16 +147,12 @@ def test_collator_adds_a_mask_where_it_adds_padding():
 
 def test_seq2seq_labels_have_few_lengths():
     lengths, labels = [10, 12, 30, 31, 9, 28], [4, 9, 3, 17, 2, 5]
-    data = [
-        {"input_ids": [1] * a, "labels": [1] * b} for a, b in zip(lengths, labels, strict=True)
-    ]  # fmt: skip
+    data = [{"input_ids": [1] * a, "labels": [1] * b} for a, b in zip(lengths, labels, strict=True)]
 
     def pad(features):
         batch = collate([{**f, "labels": [1]} for f in features])
         longest = max(len(f["labels"]) for f in features)
-        batch["labels"] = torch.tensor(
-            [f["labels"] + [-100] * (longest - len(f["labels"])) for f in features]
-        )
+        batch["labels"] = torch.tensor([f["labels"] + [-100] * (longest - len(f["labels"])) for f in features])
         return batch
 
     sampler = BucketBatchSampler(lengths, [16, 32], 2, label_lengths=labels)

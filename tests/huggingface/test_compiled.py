@@ -24,12 +24,19 @@ def fresh():
 
 
 @pytest.mark.parametrize("scope", ["whole", "regional"])
-@pytest.mark.parametrize("head", ["bert-sequence", "bert-token", "gpt2-causal", "llama-causal", "vit-image", "t5-seq2seq"])
+@pytest.mark.parametrize(
+    "head", ["bert-sequence", "bert-token", "gpt2-causal", "llama-causal", "vit-image", "t5-seq2seq"]
+)
 def test_gradients_compiled(head, scope, tmp_path):
     trainer, spy = trainer_for(
-        head, tmp_path, 4, options={**ON, "compile_scope": scope}, per_device_train_batch_size=2,
-        gradient_accumulation_steps=2, max_steps=1,
-    )  # fmt: skip
+        head,
+        tmp_path,
+        4,
+        options={**ON, "compile_scope": scope},
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        max_steps=1,
+    )
     trainer.train()
     right = reference.gradients(model_for(head), batch_for(head, 4, uneven=True), lambda m, b: m(**b).loss)
     # Parameters of an output that the loss does not use get a gradient of zero under compile, None without
@@ -46,9 +53,16 @@ def test_case_problem_type(tmp_path):
     model = model_for("bert-sequence")
     assert model.config.problem_type is None
     trainer, _ = trainer_for(
-        "bert-sequence", tmp_path, 12, model=model, options=ON, per_device_train_batch_size=4, max_steps=3,
-        eval_strategy="steps", eval_steps=1,
-    )  # fmt: skip
+        "bert-sequence",
+        tmp_path,
+        12,
+        model=model,
+        options=ON,
+        per_device_train_batch_size=4,
+        max_steps=3,
+        eval_strategy="steps",
+        eval_steps=1,
+    )
     trainer.train()
     facts = report(tmp_path)["compile"]
     assert (facts["graphs"], facts["recompiles"]) == (1, 0)
@@ -63,10 +77,18 @@ def test_case_pytorch_188150(tmp_path):
     lengths = [rng.randint(1, 512) for _ in range(200)]
     rows = [{"input_ids": [rng.randint(3, 39) for _ in range(n)], "labels": n % 3} for n in lengths]
     trainer, _ = trainer_for(
-        "bert-sequence", tmp_path, 0, batch=TokenRows(rows), model=model, options={**ON, "buckets": [64, 128, 256, 512]},
-        per_device_train_batch_size=8, num_train_epochs=1, train_sampling_strategy="random", extra={"data_collator": pad},
+        "bert-sequence",
+        tmp_path,
+        0,
+        batch=TokenRows(rows),
+        model=model,
+        options={**ON, "buckets": [64, 128, 256, 512]},
+        per_device_train_batch_size=8,
+        num_train_epochs=1,
+        train_sampling_strategy="random",
+        extra={"data_collator": pad},
         learning_rate=0.0,
-    )  # fmt: skip
+    )
     trainer.train()
     found = report(tmp_path)
     assert {tuple(shape) for shape in found["shapes"]["seen"]} == {(8, 64), (8, 128), (8, 256), (8, 512)}
@@ -74,7 +96,10 @@ def test_case_pytorch_188150(tmp_path):
     assert found["compile"]["decision"] == "whole"
     assert found["compile"]["graphs"] <= found["compile"]["budget"]
     with torch.no_grad():
-        plain = [float(model.eval()(input_ids=torch.tensor([r["input_ids"]]), labels=torch.tensor([r["labels"]])).loss) for r in rows]
+        plain = [
+            float(model.eval()(input_ids=torch.tensor([r["input_ids"]]), labels=torch.tensor([r["labels"]])).loss)
+            for r in rows
+        ]
     assert sum(losses(trainer)) / 25 == pytest.approx(sum(plain) / 200, rel=2e-6)
 
 
@@ -85,9 +110,15 @@ def test_five_lengths_are_one_graph(head, tmp_path):
         ids = [3 + i % 30 for i in range(length)]
         rows += [{"input_ids": ids, "labels": ids if head.endswith("causal") else 1}] * 4
     trainer, _ = trainer_for(
-        head, tmp_path, 0, batch=TokenRows(rows), options={**ON, "buckets": "off"}, per_device_train_batch_size=4,
-        num_train_epochs=1, extra={"data_collator": pad},
-    )  # fmt: skip
+        head,
+        tmp_path,
+        0,
+        batch=TokenRows(rows),
+        options={**ON, "buckets": "off"},
+        per_device_train_batch_size=4,
+        num_train_epochs=1,
+        extra={"data_collator": pad},
+    )
     trainer.train()
     found = report(tmp_path)
     assert len(found["shapes"]["seen"]) == 5
@@ -100,15 +131,23 @@ def test_a_micro_batch_of_one_survives(tmp_path):
         "bert-token", tmp_path, 5, options=ON, per_device_train_batch_size=4, gradient_accumulation_steps=2, max_steps=1
     )
     trainer.train()
-    right = reference.gradients(model_for("bert-token"), batch_for("bert-token", 5, uneven=True), lambda m, b: m(**b).loss)
+    right = reference.gradients(
+        model_for("bert-token"), batch_for("bert-token", 5, uneven=True), lambda m, b: m(**b).loss
+    )
     assert reference.difference({n: spy.gradients[0][n] for n in right}, right) <= 1e-5
 
 
 def test_case_25205_checkpoint_loads_clean(tmp_path):
     trainer, _ = trainer_for(
-        "bert-sequence", tmp_path, 8, options={**ON, "ema": 0.5}, per_device_train_batch_size=2, max_steps=4,
-        save_strategy="steps", save_steps=2,
-    )  # fmt: skip
+        "bert-sequence",
+        tmp_path,
+        8,
+        options={**ON, "ema": 0.5},
+        per_device_train_batch_size=2,
+        max_steps=4,
+        save_strategy="steps",
+        save_steps=2,
+    )
     trainer.train()
     trainer.save_model(str(tmp_path / "final"))
     for folder in ("checkpoint-2", "checkpoint-4", "final"):
@@ -122,18 +161,36 @@ def test_case_25205_checkpoint_loads_clean(tmp_path):
 def test_generation_is_eager_and_adds_no_graph(scope, tmp_path):
     batch = batch_for("t5-seq2seq", 8)
     given = arguments(tmp_path, max_steps=2, per_device_train_batch_size=4, learning_rate=0.0).to_dict()
-    names = ("output_dir", "report_to", "learning_rate", "max_steps", "per_device_train_batch_size", "optim", "use_cpu",
-             "remove_unused_columns", "disable_tqdm", "save_strategy", "train_sampling_strategy")  # fmt: skip
+    names = (
+        "output_dir",
+        "report_to",
+        "learning_rate",
+        "max_steps",
+        "per_device_train_batch_size",
+        "optim",
+        "use_cpu",
+        "remove_unused_columns",
+        "disable_tqdm",
+        "save_strategy",
+        "train_sampling_strategy",
+    )
     arg = Seq2SeqTrainingArguments(
-        **{name: given[name] for name in names}, predict_with_generate=True, eval_strategy="steps", eval_steps=1,
+        **{name: given[name] for name in names},
+        predict_with_generate=True,
+        eval_strategy="steps",
+        eval_steps=1,
         generation_config=GenerationConfig(max_new_tokens=5, decoder_start_token_id=0, pad_token_id=0, eos_token_id=1),
-    )  # fmt: skip
+    )
     tokens = []
     for callbacks in ([], [AccelCallback(**ON, compile_scope=scope)]):
         trainer = Seq2SeqTrainer(
-            model=model_for("t5-seq2seq"), args=arg, train_dataset=Rows(batch), eval_dataset=Rows(batch), callbacks=callbacks,
+            model=model_for("t5-seq2seq"),
+            args=arg,
+            train_dataset=Rows(batch),
+            eval_dataset=Rows(batch),
+            callbacks=callbacks,
             compute_metrics=lambda p: (tokens.append(p.predictions.tolist()), {})[1],
-        )  # fmt: skip
+        )
         trainer.train()
     facts = report(tmp_path)["compile"]
     assert facts["decision"] == scope
@@ -144,9 +201,16 @@ def test_generation_is_eager_and_adds_no_graph(scope, tmp_path):
 
 def test_validate_compiled(tmp_path):
     trainer, _ = trainer_for(
-        "bert-sequence", tmp_path, 8, options={**ON, "validate": "compiled"}, per_device_train_batch_size=4,
-        per_device_eval_batch_size=4, max_steps=1, eval_strategy="steps", eval_steps=1,
-    )  # fmt: skip
+        "bert-sequence",
+        tmp_path,
+        8,
+        options={**ON, "validate": "compiled"},
+        per_device_train_batch_size=4,
+        per_device_eval_batch_size=4,
+        max_steps=1,
+        eval_strategy="steps",
+        eval_steps=1,
+    )
     trainer.train()
     assert set(report(tmp_path)["compile"]["phases"]) == {"train", "validation"}
 
@@ -162,19 +226,31 @@ def test_gradient_checkpointing_lora_and_frozen_parts(tmp_path):
 
     def adapted():
         torch.manual_seed(1)
-        config = peft.LoraConfig(task_type="TOKEN_CLS", r=2, target_modules=["query"], lora_dropout=0.0, init_lora_weights=False)
+        config = peft.LoraConfig(
+            task_type="TOKEN_CLS", r=2, target_modules=["query"], lora_dropout=0.0, init_lora_weights=False
+        )
         return peft.get_peft_model(model_for("bert-token"), config)
 
     for make, more in (
-        (lambda: model_for("bert-token"), {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}),
+        (
+            lambda: model_for("bert-token"),
+            {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}},
+        ),
         (frozen, {}),
         (adapted, {}),
-    ):  # fmt: skip
+    ):
         torch._dynamo.reset()
         trainer, spy = trainer_for(
-            "bert-token", tmp_path, 4, model=make(), options=ON, per_device_train_batch_size=2, gradient_accumulation_steps=2,
-            max_steps=1, **more,
-        )  # fmt: skip
+            "bert-token",
+            tmp_path,
+            4,
+            model=make(),
+            options=ON,
+            per_device_train_batch_size=2,
+            gradient_accumulation_steps=2,
+            max_steps=1,
+            **more,
+        )
         trainer.train()
         right = reference.gradients(make(), batch, lambda m, b: m(**b).loss)
         assert reference.difference({n: spy.gradients[0][n] for n in right}, right) <= 1e-5
@@ -184,9 +260,14 @@ def test_gradient_checkpointing_lora_and_frozen_parts(tmp_path):
 
 def test_torch_compile_of_the_host_is_left_to_it(tmp_path):
     trainer, _ = trainer_for(
-        "bert-token", tmp_path, 4, per_device_train_batch_size=4, max_steps=1, torch_compile=True,
+        "bert-token",
+        tmp_path,
+        4,
+        per_device_train_batch_size=4,
+        max_steps=1,
+        torch_compile=True,
         torch_compile_backend="eager",
-    )  # fmt: skip
+    )
     trainer.train()
     found = report(tmp_path)
     assert found["compile"]["decision"] == "eager"
@@ -212,12 +293,24 @@ def test_regional_compiles_in_a_third_of_the_time(tmp_path, monkeypatch):
         torch._dynamo.reset()
         torch.manual_seed(0)
         model = BertForSequenceClassification(
-            BertConfig(vocab_size=40, hidden_size=64, num_hidden_layers=6, num_attention_heads=4, intermediate_size=128, num_labels=3)
+            BertConfig(
+                vocab_size=40,
+                hidden_size=64,
+                num_hidden_layers=6,
+                num_attention_heads=4,
+                intermediate_size=128,
+                num_labels=3,
+            )
         )
         trainer, _ = trainer_for(
-            "bert-sequence", tmp_path / scope, 8, model=model, options={"compile": "on", "compile_scope": scope, "dynamic": "static"},
-            per_device_train_batch_size=4, max_steps=2,
-        )  # fmt: skip
+            "bert-sequence",
+            tmp_path / scope,
+            8,
+            model=model,
+            options={"compile": "on", "compile_scope": scope, "dynamic": "static"},
+            per_device_train_batch_size=4,
+            max_steps=2,
+        )
         trainer.train()
         facts = report(tmp_path / scope)["compile"]
         assert facts["decision"] == scope, facts["reason"]

@@ -31,11 +31,14 @@ def test_problem_type_is_chosen_as_the_head_chooses_it():
     for labels, number in ((torch.tensor([1, 2]), 3), (torch.rand(2, 3), 3), (torch.rand(2), 1)):
         model.config.problem_type = None
         model.config.num_labels = number
-        assert problem_type(model.config, labels) == {
-            (torch.int64, 3): "single_label_classification",
-            (torch.float32, 3): "multi_label_classification",
-            (torch.float32, 1): "regression",
-        }[labels.dtype, number]
+        assert (
+            problem_type(model.config, labels)
+            == {
+                (torch.int64, 3): "single_label_classification",
+                (torch.float32, 3): "multi_label_classification",
+                (torch.float32, 1): "regression",
+            }[labels.dtype, number]
+        )
 
 
 def test_answers_outside_the_input():

@@ -42,9 +42,15 @@ def right(head: str, size: int):
 def test_one_process(head, micro, accumulate, tmp_path):
     size = micro * accumulate
     trainer, spy = trainer_for(
-        head, tmp_path, size, options={"batchnorm": "freeze"}, per_device_train_batch_size=micro,
-        per_device_eval_batch_size=2, gradient_accumulation_steps=accumulate, max_steps=1,
-    )  # fmt: skip
+        head,
+        tmp_path,
+        size,
+        options={"batchnorm": "freeze"},
+        per_device_train_batch_size=micro,
+        per_device_eval_batch_size=2,
+        gradient_accumulation_steps=accumulate,
+        max_steps=1,
+    )
     gradients, loss, evaluation = right(head, size)
     assert trainer.evaluate()["eval_loss"] == pytest.approx(evaluation, rel=2e-6)
     trainer.train()
@@ -61,9 +67,19 @@ def two_ranks(tmp_path_factory):
     """Everything that needs two ranks, in one launch."""
     target = tmp_path_factory.mktemp("ranks") / "found.pt"
     command = [
-        sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--rdzv_backend=c10d",
-        "--rdzv_endpoint=localhost:0", "-m", "tests.huggingface.ranks", str(target), "gradients", "in_step", "buckets",
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc_per_node=2",
+        "--rdzv_backend=c10d",
+        "--rdzv_endpoint=localhost:0",
+        "-m",
+        "tests.huggingface.ranks",
+        str(target),
+        "gradients",
+        "in_step",
+        "buckets",
+    ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "ACCELERATE_USE_CPU": "true"}
     done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stderr[-4000:]

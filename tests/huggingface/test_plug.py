@@ -14,9 +14,17 @@ from tests.huggingface.runs import Spy, arguments, losses, report, trainer_for
 
 SPLIT = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4, "max_steps": 1}
 RUN_PATCHES = {
-    "compute_loss", "training_step", "get_batch_samples", "_get_num_items_in_batch", "prediction_step", "_clip_grad_norm",
-    "_get_grad_norm", "save_model", "_save_checkpoint", "_run_epoch",
-}  # fmt: skip
+    "compute_loss",
+    "training_step",
+    "get_batch_samples",
+    "_get_num_items_in_batch",
+    "prediction_step",
+    "_clip_grad_norm",
+    "_get_grad_norm",
+    "save_model",
+    "_save_checkpoint",
+    "_run_epoch",
+}
 
 
 def right_gradients(head="bert-token", size=4):
@@ -28,9 +36,11 @@ def test_class_instance_and_added_later(tmp_path):
         plugs = {"class": [AccelCallback], "instance": [AccelCallback()]}.get(way, [])
         spy = Spy()
         trainer = Trainer(
-            model=model_for("bert-token"), args=arguments(tmp_path / way, **SPLIT),
-            train_dataset=Rows(batch_for("bert-token", 4, uneven=True)), callbacks=[*plugs, spy],
-        )  # fmt: skip
+            model=model_for("bert-token"),
+            args=arguments(tmp_path / way, **SPLIT),
+            train_dataset=Rows(batch_for("bert-token", 4, uneven=True)),
+            callbacks=[*plugs, spy],
+        )
         if way.startswith("add"):
             trainer.callback_handler.callbacks.remove(spy)
             trainer.add_callback(AccelCallback if way == "add class" else AccelCallback())
@@ -88,9 +98,11 @@ def test_several_trainings(tmp_path):
 def test_model_init(tmp_path):
     spy = Spy()
     trainer = Trainer(
-        model_init=lambda: model_for("bert-token"), args=arguments(tmp_path, **SPLIT),
-        train_dataset=Rows(batch_for("bert-token", 4, uneven=True)), callbacks=[AccelCallback, spy],
-    )  # fmt: skip
+        model_init=lambda: model_for("bert-token"),
+        args=arguments(tmp_path, **SPLIT),
+        train_dataset=Rows(batch_for("bert-token", 4, uneven=True)),
+        callbacks=[AccelCallback, spy],
+    )
     trainer.train()
     trainer.train()
     for gradients in spy.gradients:
@@ -132,9 +144,14 @@ def test_compute_loss_func(counts, tmp_path):
         return found / num_items_in_batch if counts else found
 
     trainer, spy = trainer_for(
-        "bert-token", tmp_path, 4, extra={"compute_loss_func": loss}, max_steps=1, per_device_train_batch_size=2,
+        "bert-token",
+        tmp_path,
+        4,
+        extra={"compute_loss_func": loss},
+        max_steps=1,
+        per_device_train_batch_size=2,
         gradient_accumulation_steps=2,
-    )  # fmt: skip
+    )
     trainer.train()
     assert reference.difference(spy.gradients[0], right_gradients()) <= 1e-6
     assert report(tmp_path)["window"]["exact"] is True
@@ -146,7 +163,7 @@ def test_label_smoothing(head, tmp_path):
     trainer.train()
     whole, right = trainer_for(
         head, tmp_path, 4, plug=False, label_smoothing_factor=0.1, max_steps=1, per_device_train_batch_size=4
-    )  # fmt: skip
+    )
     whole.train()
     # BERT ignores the host's count, so one plain batch is right; GPT-2's smoother divides by a count of all labels
     factor = float(losses(trainer)[0] / losses(whole)[0])
@@ -177,17 +194,21 @@ def test_peft_adapters(tmp_path):
         return peft.get_peft_model(model_for("bert-token"), config)
 
     model = adapted()
-    trainer, spy = trainer_for("bert-token", tmp_path, 4, model=model, options={"ema": 0.5}, save_strategy="steps", save_steps=1, **SPLIT)  # fmt: skip
+    trainer, spy = trainer_for(
+        "bert-token", tmp_path, 4, model=model, options={"ema": 0.5}, save_strategy="steps", save_steps=1, **SPLIT
+    )
     trainer.train()
     right = reference.gradients(adapted(), batch_for("bert-token", 4, uneven=True), lambda m, b: m(**b).loss)
     assert reference.difference(spy.gradients[0], right) <= 1e-6
     assert (tmp_path / "checkpoint-1" / "adapter_model.safetensors").exists()
-    again, _ = trainer_for("bert-token", tmp_path, 4, model=adapted(), options={"ema": 0.5}, **{**SPLIT, "max_steps": 2})
+    again, _ = trainer_for(
+        "bert-token", tmp_path, 4, model=adapted(), options={"ema": 0.5}, **{**SPLIT, "max_steps": 2}
+    )
     again.train(resume_from_checkpoint=True)
     assert again.state.global_step == 2
 
 
-# -- updates that must not happen, clipping ----------------------------------------------------------------------------
+# -- updates that must not happen, clipping --
 
 
 class Poisoned(Rows):
@@ -196,7 +217,9 @@ class Poisoned(Rows):
     def __init__(self, batch, at, width=16):
         torch.manual_seed(0)
         size, length = batch["input_ids"].shape
-        batch = {k: v for k, v in batch.items() if k != "input_ids"} | {"inputs_embeds": torch.randn(size, length, width)}
+        batch = {k: v for k, v in batch.items() if k != "input_ids"} | {
+            "inputs_embeds": torch.randn(size, length, width)
+        }
         batch["inputs_embeds"][at] = float("nan")
         super().__init__(batch)
 
@@ -204,9 +227,15 @@ class Poisoned(Rows):
 def test_a_nan_micro_batch_is_reported_and_skipped(tmp_path):
     rows = Poisoned(batch_for("bert-token", 12, uneven=True), at=6)
     trainer, spy = trainer_for(
-        "bert-token", tmp_path, 12, batch=rows, options={"ema": 0.5}, optim="adamw_torch", weight_decay=0.1,
+        "bert-token",
+        tmp_path,
+        12,
+        batch=rows,
+        options={"ema": 0.5},
+        optim="adamw_torch",
+        weight_decay=0.1,
         **{**SPLIT, "max_steps": 3},
-    )  # fmt: skip
+    )
     trainer.train()
     first, second, third = spy.weights
     assert all(torch.equal(second[n], first[n]) for n in first)
@@ -226,9 +255,13 @@ def test_nonfinite_stop(tmp_path):
     assert not RUN_PATCHES & set(vars(trainer))
 
 
-@pytest.mark.parametrize(("clip", "host", "bound"), [("host", 0.3, 0.3), (0.2, 1.0, 0.2), ("off", 0.3, None), ("host", 0.0, None)])
+@pytest.mark.parametrize(
+    ("clip", "host", "bound"), [("host", 0.3, 0.3), (0.2, 1.0, 0.2), ("off", 0.3, None), ("host", 0.0, None)]
+)
 def test_clip_once_a_window_and_log_the_true_norm(clip, host, bound, tmp_path):
-    trainer, spy = trainer_for("bert-token", tmp_path, 4, options={"clip_norm": clip}, **{**SPLIT, "max_grad_norm": host})
+    trainer, spy = trainer_for(
+        "bert-token", tmp_path, 4, options={"clip_norm": clip}, **{**SPLIT, "max_grad_norm": host}
+    )
     trainer.train()
     right = float(torch.nn.utils.get_total_norm(right_gradients().values()))
     assert right > 0.3
@@ -237,7 +270,7 @@ def test_clip_once_a_window_and_log_the_true_norm(clip, host, bound, tmp_path):
     assert trainer.args.max_grad_norm == host
 
 
-# -- memory ------------------------------------------------------------------------------------------------------------
+# -- memory --
 
 
 def test_out_of_memory_keeps_the_effective_batch(tmp_path):
@@ -251,9 +284,15 @@ def test_out_of_memory_keeps_the_effective_batch(tmp_path):
             return super().training_step(model, inputs, *args, **kwargs)
 
     trainer, spy = trainer_for(
-        "bert-token", tmp_path, 16, kind=Tight, per_device_train_batch_size=8, gradient_accumulation_steps=2, max_steps=2,
+        "bert-token",
+        tmp_path,
+        16,
+        kind=Tight,
+        per_device_train_batch_size=8,
+        gradient_accumulation_steps=2,
+        max_steps=2,
         auto_find_batch_size=True,
-    )  # fmt: skip
+    )
     trainer.train()
     assert seen == [8, *[4] * 8]
     assert reference.difference(spy.gradients[0], right_gradients(size=16)) <= 1e-6
@@ -263,7 +302,7 @@ def test_out_of_memory_keeps_the_effective_batch(tmp_path):
     assert trainer.args.gradient_accumulation_steps == 2
 
 
-# -- settings against arguments ------------------------------------------------------------------------------------------
+# -- settings against arguments --
 
 
 @pytest.mark.parametrize(
@@ -281,7 +320,7 @@ def test_out_of_memory_keeps_the_effective_batch(tmp_path):
         ({"buckets": "wide"}, {}, ["buckets=wide"]),
         ({"accumulate": 2, "effective_batch": 8}, {}, ["accumulate=2", "effective_batch=8"]),
     ],
-)  # fmt: skip
+)
 def test_bad_input_is_one_line_that_names_the_field(options, more, words, tmp_path):
     with pytest.raises(AccelError) as error:
         trainer_for("bert-token", tmp_path, 4, options=options, **more)
@@ -294,7 +333,7 @@ def test_bad_input_is_one_line_that_names_the_field(options, more, words, tmp_pa
 def test_accumulation_from_the_settings(options, tmp_path):
     trainer, spy = trainer_for(
         "bert-token", tmp_path, 4, options={**options, "lr_scale": "sqrt"}, max_steps=1, per_device_train_batch_size=1
-    )  # fmt: skip
+    )
     trainer.train()
     assert reference.difference(spy.gradients[0], right_gradients()) <= 1e-6
     assert trainer.state.log_history[0]["learning_rate"] == pytest.approx(0.1)  # 0.05 * sqrt(4)
@@ -314,9 +353,16 @@ def test_one_micro_batch_an_update_is_the_host_bit_for_bit(tmp_path):
     runs = []
     for plug in (True, False):
         trainer, spy = trainer_for(
-            "bert-sequence", tmp_path, 16, plug=plug, per_device_train_batch_size=4, max_steps=4, optim="adamw_torch",
-            max_grad_norm=0.5, train_sampling_strategy="random",
-        )  # fmt: skip
+            "bert-sequence",
+            tmp_path,
+            16,
+            plug=plug,
+            per_device_train_batch_size=4,
+            max_steps=4,
+            optim="adamw_torch",
+            max_grad_norm=0.5,
+            train_sampling_strategy="random",
+        )
         trainer.train()
         runs.append((spy.weights[-1], losses(trainer)))
     (ours, our_losses), (right, right_losses) = runs
@@ -328,17 +374,40 @@ def test_one_micro_batch_an_update_is_the_host_bit_for_bit(tmp_path):
 def test_seq2seq_trainer_generates_and_reports_the_true_loss(tmp_path):
     batch = batch_for("t5-seq2seq", 6, uneven=True)
     arg = Seq2SeqTrainingArguments(
-        **{k: v for k, v in arguments(tmp_path, **SPLIT).to_dict().items() if k in ("output_dir", "report_to", "learning_rate",
-           "max_steps", "gradient_accumulation_steps", "per_device_train_batch_size", "optim", "remove_unused_columns",
-           "disable_tqdm", "logging_steps", "save_strategy", "use_cpu", "train_sampling_strategy", "max_grad_norm")},
-        predict_with_generate=True, generation_max_length=6, per_device_eval_batch_size=4,
-    )  # fmt: skip
+        **{
+            k: v
+            for k, v in arguments(tmp_path, **SPLIT).to_dict().items()
+            if k
+            in (
+                "output_dir",
+                "report_to",
+                "learning_rate",
+                "max_steps",
+                "gradient_accumulation_steps",
+                "per_device_train_batch_size",
+                "optim",
+                "remove_unused_columns",
+                "disable_tqdm",
+                "logging_steps",
+                "save_strategy",
+                "use_cpu",
+                "train_sampling_strategy",
+                "max_grad_norm",
+            )
+        },
+        predict_with_generate=True,
+        generation_max_length=6,
+        per_device_eval_batch_size=4,
+    )
     spy = Spy()
     trainer = Seq2SeqTrainer(
-        model=model_for("t5-seq2seq"), args=arg, train_dataset=Rows({k: v[:4] for k, v in batch.items()}),
-        eval_dataset=Rows(batch), callbacks=[AccelCallback, spy],
+        model=model_for("t5-seq2seq"),
+        args=arg,
+        train_dataset=Rows({k: v[:4] for k, v in batch.items()}),
+        eval_dataset=Rows(batch),
+        callbacks=[AccelCallback, spy],
         compute_metrics=lambda p: {"rows": len(p.predictions)},
-    )  # fmt: skip
+    )
     with torch.no_grad():
         right = float(model_for("t5-seq2seq").eval()(**batch).loss)
     found = trainer.evaluate()
@@ -350,15 +419,22 @@ def test_seq2seq_trainer_generates_and_reports_the_true_loss(tmp_path):
     assert reference.difference(spy.gradients[0], gradients) <= 1e-6
 
 
-# -- BatchNorm -----------------------------------------------------------------------------------------------------------
+# -- BatchNorm --
 
 
 @pytest.mark.parametrize("rule", ["host", "momentum", "precise", "freeze"])
 def test_batchnorm_rules(rule, tmp_path):
     trainer, _ = trainer_for(
-        "resnet-image", tmp_path, 8, options={"batchnorm": rule}, per_device_train_batch_size=2, gradient_accumulation_steps=4,
-        max_steps=1, eval_strategy="steps", eval_steps=1,
-    )  # fmt: skip
+        "resnet-image",
+        tmp_path,
+        8,
+        options={"batchnorm": rule},
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=4,
+        max_steps=1,
+        eval_strategy="steps",
+        eval_steps=1,
+    )
     before = {n: t.clone() for n, t in trainer.model.named_buffers()}
     trainer.train()
     moved = {n: t for n, t in trainer.model.named_buffers() if n.endswith("running_mean")}

@@ -19,10 +19,19 @@ from tests.huggingface.runs import losses, report, trainer_for
 
 ROOT = Path(__file__).parents[2]
 RUN = {
-    "per_device_train_batch_size": 1, "gradient_accumulation_steps": 3, "num_train_epochs": 2, "save_strategy": "steps",
-    "save_steps": 1, "optim": "adamw_torch", "learning_rate": 1e-2, "max_grad_norm": 1.0, "lr_scheduler_type": "linear",
-    "train_sampling_strategy": "random", "eval_strategy": "steps", "eval_steps": 2,
-}  # fmt: skip
+    "per_device_train_batch_size": 1,
+    "gradient_accumulation_steps": 3,
+    "num_train_epochs": 2,
+    "save_strategy": "steps",
+    "save_steps": 1,
+    "optim": "adamw_torch",
+    "learning_rate": 1e-2,
+    "max_grad_norm": 1.0,
+    "lr_scheduler_type": "linear",
+    "train_sampling_strategy": "random",
+    "eval_strategy": "steps",
+    "eval_steps": 2,
+}
 
 
 def with_dropout():
@@ -112,8 +121,13 @@ def test_ema_is_evaluated_and_kept_at_the_end(tmp_path):
 
 def test_load_best_model_at_end_agrees_with_what_was_measured(tmp_path):
     trainer, _ = start(
-        tmp_path, {"ema": 0.5}, load_best_model_at_end=True, metric_for_best_model="loss", eval_steps=1, save_total_limit=2
-    )  # fmt: skip
+        tmp_path,
+        {"ema": 0.5},
+        load_best_model_at_end=True,
+        metric_for_best_model="loss",
+        eval_steps=1,
+        save_total_limit=2,
+    )
     trainer.train()
     best = Path(trainer.state.best_model_checkpoint)
     assert best.parent == tmp_path
@@ -134,7 +148,7 @@ def test_resume_of_a_checkpoint_without_the_plug(tmp_path):
     assert any("saved without ema" in line for line in report(tmp_path)["warnings"])
 
 
-# -- complete or absent ----------------------------------------------------------------------------------------------
+# -- complete or absent --
 
 
 def cut(path: Path) -> None:

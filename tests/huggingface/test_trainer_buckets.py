@@ -45,9 +45,14 @@ def spied(trainer):
 def start(folder, data, head="bert-sequence", options=None, **more):
     extra = {"data_collator": pad, **more.pop("extra", {})}
     return trainer_for(
-        head, folder, 0, batch=data if isinstance(data, torch.utils.data.Dataset) else TokenRows(data), options=options,
-        extra=extra, **{"per_device_train_batch_size": 8, "train_sampling_strategy": "random", "num_train_epochs": 1, **more},
-    )  # fmt: skip
+        head,
+        folder,
+        0,
+        batch=data if isinstance(data, torch.utils.data.Dataset) else TokenRows(data),
+        options=options,
+        extra=extra,
+        **{"per_device_train_batch_size": 8, "train_sampling_strategy": "random", "num_train_epochs": 1, **more},
+    )
 
 
 def test_few_lengths_every_sample_once_and_the_same_number_of_updates(tmp_path):
@@ -102,7 +107,13 @@ def test_evaluation_and_prediction_come_back_in_the_data_s_order(tmp_path):
         seen["labels"] = prediction.label_ids
         return {"accuracy": float((prediction.predictions.argmax(-1) == prediction.label_ids).mean())}
 
-    trainer, _ = start(tmp_path, data, options={"buckets": [16, 32, 64]}, extra={"compute_metrics": metrics}, per_device_eval_batch_size=4)
+    trainer, _ = start(
+        tmp_path,
+        data,
+        options={"buckets": [16, 32, 64]},
+        extra={"compute_metrics": metrics},
+        per_device_eval_batch_size=4,
+    )
     lengths = set()
     step = trainer.prediction_step
 
@@ -159,13 +170,20 @@ def test_hf_datasets_with_a_tokenizer_s_collators(tmp_path):
         tokenizer_object=Tokenizer(models.WordLevel(vocabulary, unk_token="t1")), pad_token="t0", unk_token="t1"
     )
     for head, labels, collator in (
-        ("bert-sequence", "sequence", DataCollatorWithPadding), ("bert-token", "token", DataCollatorForTokenClassification),
-    ):  # fmt: skip
-        data = Dataset.from_list([{**row, "attention_mask": [1] * len(row["input_ids"]), "text": "x"} for row in rows(50, labels=labels)])
+        ("bert-sequence", "sequence", DataCollatorWithPadding),
+        ("bert-token", "token", DataCollatorForTokenClassification),
+    ):
+        data = Dataset.from_list(
+            [{**row, "attention_mask": [1] * len(row["input_ids"]), "text": "x"} for row in rows(50, labels=labels)]
+        )
         trainer, _ = start(
-            tmp_path / head, data, head=head, options={"buckets": [32, 64]}, remove_unused_columns=True,
+            tmp_path / head,
+            data,
+            head=head,
+            options={"buckets": [32, 64]},
+            remove_unused_columns=True,
             extra={"data_collator": collator(tokenizer), "processing_class": tokenizer},
-        )  # fmt: skip
+        )
         shapes, samples = spied(trainer)
         trainer.train()
         assert sum(samples.values()) == 50
@@ -177,9 +195,7 @@ def test_iterable_data_through_a_bounded_buffer(tmp_path):
     data = rows(203)
     stream = IterableDataset.from_generator(lambda: iter(data))
     for name, options in (("given", {"buckets": [16, 32, 64]}), ("auto", {})):
-        trainer, _ = start(
-            tmp_path / name, data, options=options, max_steps=26, extra={"eval_dataset": stream}
-        )  # fmt: skip
+        trainer, _ = start(tmp_path / name, data, options=options, max_steps=26, extra={"eval_dataset": stream})
         trainer.train_dataset = stream
         shapes, samples = spied(trainer)
         trainer.train()
