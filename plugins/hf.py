@@ -6,10 +6,10 @@ Composes the core's session with the adapter of the host; holds no host internal
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import torch
 from torch import nn
 from transformers import TrainerCallback
 
@@ -17,16 +17,21 @@ from integrations.huggingface.adapter import Adapter
 from integrations.huggingface.holding import adding_trainer, find_trainer
 from integrations.seam import UnsupportedRun
 from plugins.config import AccelConfig
-from plugins.core import precision
 from plugins.core.batchnorm import reestimate
 from plugins.core.checkpoint import seed_everything
 from plugins.core.compile import CompileRefused
 from plugins.core.ema import EMA
+from plugins.core.plan import Plan
+from plugins.core.planfile import PlanError, read_switches
+from plugins.core.precision import Unsupported
 from plugins.core.report import versions
 from plugins.core.session import Session
 from plugins.errors import AccelError
 
 logger = logging.getLogger("plugins")
+
+REFUSALS = (UnsupportedRun, CompileRefused, PlanError, Unsupported)
+"""What the core and the adapter refuse, in one line each."""
 
 
 class AccelCallback(TrainerCallback):
@@ -73,20 +78,20 @@ class AccelCallback(TrainerCallback):
         assert self.adapter is not None
         try:
             self.adapter.begin()
-        except (UnsupportedRun, CompileRefused) as error:
+        except REFUSALS as error:
             raise AccelError(str(error)) from None
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.adapter is not None:
-            self.adapter.before_step()
+            self.adapter.windows.before_step()
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.adapter is not None:
-            self.adapter.after_step()
+            self.adapter.windows.after_step()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.adapter is not None:
-            self.adapter.step_ended()
+            self.adapter.windows.step_ended()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.adapter is not None:
@@ -100,16 +105,17 @@ class AccelCallback(TrainerCallback):
         if self.adapter is not None and self.adapter.trainer is trainer:
             return
         self.detach()
+        _check_plan(self.config)
         tools = SimpleNamespace(
             config=self.config,
             average=self._average,
-            autocast=_autocast,
             reestimate=reestimate,
             seed=seed_everything,
+            plan=Plan.from_dict,
         )
         try:
             self.adapter = Adapter(trainer, self, self._new_session, tools)
-        except UnsupportedRun as error:
+        except REFUSALS as error:
             raise AccelError(str(error)) from None
 
     def _new_session(self) -> Session:
@@ -121,6 +127,10 @@ class AccelCallback(TrainerCallback):
         return None if isinstance(self.config.ema, str) else EMA(model, self.config.ema)
 
 
-def _autocast(name: str, device: torch.device) -> torch.dtype | None:
-    """The autocast dtype of a setting on a device; None where the host's precision stands."""
-    return torch.bfloat16 if name != "host" and precision.resolve(name, device) == "bf16" else None
+def _check_plan(config: AccelConfig) -> None:
+    """A plan file that cannot be read is refused before the run begins."""
+    if isinstance(config.plan, Path):
+        try:
+            read_switches(config.plan)
+        except PlanError as error:
+            raise AccelError(str(error)) from None

@@ -9,7 +9,6 @@ for one run and is undone at its end and on an exception: `compute_loss`, `train
 
 from __future__ import annotations
 
-import re
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
@@ -17,13 +16,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from integrations.huggingface import arguments, checkpoints, counting, evaluation
+from integrations.huggingface import arguments, checkpoints, evaluation
 from integrations.huggingface.holding import Held, caller_local
+from integrations.huggingface.layout import Layout
 from integrations.huggingface.lengths import length_key
 from integrations.huggingface.loaders import Loaders
 from integrations.huggingface.losses import Losses
+from integrations.huggingface.saving import Saving
+from integrations.huggingface.windows import Windows
 from integrations.seam import UnsupportedRun
 
 
@@ -33,7 +34,8 @@ class Adapter:
     Args:
         trainer: the host's; kept weakly, so the callback does not keep it alive.
         new_session: gives a fresh session for a run.
-        tools: what the plug hands in from the core: `average(model)` -> EMA or None, `reestimate`, `precision`.
+        tools: what the plug hands in from the core: `config`, `average(model)` -> EMA or None, `reestimate`,
+            `seed`, `plan(values)`.
     """
 
     def __init__(self, trainer: Any, callback: Any, new_session: Callable[[], Any], tools: Any) -> None:
@@ -44,16 +46,15 @@ class Adapter:
         self.new_session, self.tools = new_session, tools
         self.session: Any = None
         self.average: Any = None
-        self.outcome: Any = None
         self.config = tools.config
         self.entry, self.run = Held(trainer), Held(trainer)
         self.arguments = Held(trainer.args)
         self.on_model: Held | None = None
         self.losses = Losses(trainer, self.config.normalise == "exact", self._approximate)
         self.loaders = Loaders(trainer, self.config.buckets, self.config.recompile_budget, self._say)
-        self.micro_batches: list[Any] = []
-        self._left = 0  # micro-batches of the window that are still to come
-        self._evaluating = False
+        self.windows: Any = None
+        self.layout: Any = None
+        self._evaluating = self._generating = False
         self._failed_batch = 0
         self._told: list[tuple[str, str]] = []
         arguments.refuse_contradictions(trainer, self.config)
@@ -88,26 +89,23 @@ class Adapter:
         return guarded
 
     def _install_losses(self, patches: Held) -> None:
-        losses, compute_loss = self.losses, self.trainer.compute_loss
+        compute_loss = self.trainer.compute_loss
         patches.method("compute_loss", self._compute_loss)
         patches.method("_get_num_items_in_batch", self._get_num_items_in_batch)
-        patches.method("prediction_step", lambda o, *a, **k: losses.prediction_step(o, compute_loss, *a, **k))
-        self._plain_compute_loss = compute_loss
+        patches.method("prediction_step", lambda o, *a, **k: self.losses.prediction_step(o, compute_loss, *a, **k))
 
-    def _install_run(self) -> None:
-        patches = self.run
+    def _install_run(self, saving: Saving) -> None:
+        patches, windows = self.run, self.windows
         self._install_losses(patches)
-        patches.method("training_step", self._training_step)
-        patches.method("get_batch_samples", self._get_batch_samples)
+        patches.method("training_step", windows.training_step)
+        patches.method("get_batch_samples", windows.get_batch_samples)
         patches.method("_clip_grad_norm", lambda original, model: None)
-        patches.method("_get_grad_norm", self._get_grad_norm)
-        patches.method("save_model", self._save_model)
-        patches.method("_save_checkpoint", self._save_checkpoint)
+        patches.method("_get_grad_norm", windows.get_grad_norm)
+        patches.method("save_model", saving.save_model)
+        patches.method("_save_checkpoint", saving.save_checkpoint)
         patches.method("_run_epoch", self._run_epoch)
-        self._host_scaled = self.trainer.loss_is_scaled_for_ga
-        patches.value("loss_is_scaled_for_ga", self._host_scaled)
-        if self._autocast() is not None:
-            patches.method("compute_loss_context_manager", self._compute_loss_context)
+        patches.method("compute_loss_context_manager", self._compute_loss_context)
+        patches.value("loss_is_scaled_for_ga", windows.host_scaled)
 
     def detach(self) -> None:
         """Take everything off the trainer."""
@@ -176,16 +174,18 @@ class Adapter:
         if self.session is not None:
             self.end(report=False)
         self.session = session = self.new_session()
+        model, args = trainer.accelerator.unwrap_model(trainer.model), trainer.args
         self.losses = Losses(trainer, self.config.normalise == "exact", self._approximate)
         self.losses.seam = session
-        self.outcome = None
-        self._install_run()
-        self.on_model = Held(trainer.model)
-        model, args = trainer.accelerator.unwrap_model(trainer.model), trainer.args
-        if self.config.compile == "on" and getattr(model.config, "use_cache", False):
-            self.on_config = Held(model.config)
-            self.on_config.value("use_cache", False)
         self.average = self.tools.average(model)
+        self.layout = Layout(trainer, model, trainer.compute_loss)
+        self.windows = Windows(trainer, session, self.losses, self.layout, self.config.batchnorm == "precise")
+        saving = Saving(trainer, session, self.average, self._averaged)
+        self._install_run(saving)
+        self.on_model = Held(model)
+        if self.config.compile != "off":
+            self._prepare_for_compile(model)
+        self.layout.apply(*session.start_plan(args.device))
         session.model_ready(
             model,
             _bare(trainer.optimizer),
@@ -196,7 +196,8 @@ class Adapter:
             scaler=trainer.accelerator.scaler,
             average=self.average,
             dims=(1,) if length_key(trainer.processing_class, model) == "input_ids" else (),
-            takes=lambda _: model.training or (self._evaluating and self.config.validate_ == "compiled"),
+            takes=self._takes(model),
+            uncompilable="torch_compile=True: the host compiles" if args.torch_compile else "",
         )
         if session.update.keep_gradients:
             wrapped = trainer.model_wrapped
@@ -204,7 +205,30 @@ class Adapter:
         self._facts()
         resumed = caller_local("_inner_training_loop", "resume_from_checkpoint")
         if resumed:
-            self._resume(Path(resumed))
+            saving.resume(Path(resumed), self.tools.plan)
+
+    def _prepare_for_compile(self, model: Any) -> None:
+        """A cache of keys and values is of no use in training and changes what a compiler sees."""
+        config = getattr(model, "config", None)
+        if getattr(config, "use_cache", False):
+            self.on_config = Held(config)
+            self.on_config.value("use_cache", False)
+        if hasattr(model, "generate"):
+
+            def generate(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+                before, self._generating = self._generating, True
+                try:
+                    return original(*args, **kwargs)
+                finally:
+                    self._generating = before
+
+            assert self.on_model is not None
+            self.on_model.method("generate", generate)
+
+    def _takes(self, model: Any) -> Callable[[Any], bool]:
+        """Which calls are compiled: training's, and evaluation's at validate=compiled; never those of `generate`."""
+        compiled = self.config.validate_ == "compiled"
+        return lambda _: not self._generating and (model.training or (self._evaluating and compiled))
 
     def _facts(self) -> None:
         report, loaders = self.session.report, self.loaders
@@ -230,8 +254,10 @@ class Adapter:
             config.undo()
         folder = Path(trainer.args.output_dir) if report and trainer.args.should_save else None
         session.end(folder)
+        self.layout.undo()
+        if self.on_model is not None:
+            self.on_model.undo()
         self.average = None
-        self.micro_batches = []
         self._late, self._late_loader = False, None
 
     def finish(self) -> None:
@@ -241,86 +267,6 @@ class Adapter:
         if self.average is not None and not best:
             self.average.adopt()
         self.end()
-
-    # -- a window ----------------------------------------------------------------------------------------------
-
-    def _get_batch_samples(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self.session.idle()
-        found = original(*args, **kwargs)
-        self._left = len(found[0])
-        if self.config.batchnorm == "precise":
-            self.micro_batches = list(found[0])
-        return found
-
-    def _get_num_items_in_batch(self, original: Callable[..., Any], batches: list[Any], device: torch.device) -> Any:
-        losses = self.losses
-        if self._evaluating or self.session is None:
-            return losses.evaluation_count(original, batches, device)
-        if not losses.known and batches:
-            self._set_problem_type(batches[0])
-            losses.find_rule(batches, self._plain_compute_loss)
-        found = losses.begin_window(original, batches, device)
-        # the host divides a loss by K unless it is told that it is scaled already
-        self.trainer.loss_is_scaled_for_ga = True if losses.weighs else self._host_scaled
-        return found
-
-    def _set_problem_type(self, batch: Any) -> None:
-        """Heads write it into their config in the first forward, which would make the compiler start again."""
-        model = counting.base(self.trainer.accelerator.unwrap_model(self.trainer.model))
-        labels = batch.get("labels") if isinstance(batch, counting.Mapping) else None
-        head = re.search(r"For(Sequence|Image|Video|Audio)Classification$", type(model).__name__)
-        if isinstance(labels, Tensor) and head and getattr(model.config, "problem_type", "") is None:
-            model.config.problem_type = counting.problem_type(model.config, labels)
-
-    def _compute_loss(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self._evaluating or self.session is None:
-            return self.losses.evaluation_loss(original, *args, **kwargs)
-        self.session.training_mode()  # the host has just set it
-        return self.losses.training_loss(original, *args, **kwargs)
-
-    def _training_step(self, original: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        named = isinstance(inputs, counting.Mapping)
-        self.session.micro_batch(counting.samples(inputs) if named else 1)
-        main, mask = (_main_input(inputs), inputs.get("attention_mask")) if named else (None, None)
-        if main is not None:
-            # on a device the sum would make the host wait; there the buckets' own plan gives the padding
-            here = isinstance(mask, Tensor) and mask.dim() == 2 and mask.device.type == "cpu"
-            self.session.shape(main.shape, mask.numel() - int(mask.sum()) if here and mask is not None else 0)
-        loss = original(model, inputs, *args, **kwargs)
-        self._left -= 1
-        if self._left:
-            self.session.idle()
-        return loss
-
-    def _get_grad_norm(self, original: Callable[..., Any], model: Any, grad_norm: Any = None) -> Any:
-        """The host asks for the norm once a window, after the last backward: the moment to put gradients right."""
-        self.outcome = self.session.prepare()
-        return self.outcome.norm
-
-    def before_step(self) -> None:
-        """on_pre_optimizer_step. Without gradients the host's step moves nothing; a scaler skips by itself."""
-        if self.outcome is None or self.outcome.stepped:
-            return
-        for number in self.losses.not_finite():
-            self.session.warn(
-                f"step {self.trainer.state.global_step + 1}: the loss of micro-batch {number} is not finite"
-            )
-        if self.session.update.scaler is None:
-            for parameter in self.session.update.parameters():
-                parameter.grad = None
-            self.trainer.optimizer._is_overflow = True  # so the host leaves its schedule alone too
-
-    def after_step(self) -> None:
-        """on_optimizer_step."""
-        if self.outcome is not None:
-            self.session.update.finish(self.outcome)
-            self.session.closed(self.outcome)
-
-    def step_ended(self) -> None:
-        """on_step_end."""
-        if self.outcome is not None and not self.outcome.stepped and self.session.update.scaler is None:
-            self.trainer.optimizer._is_overflow = False
-        self.outcome = None
 
     def _run_epoch(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._late_loader is None and self._late and "train_dataloader" in kwargs:
@@ -336,17 +282,23 @@ class Adapter:
             self.end()
             raise
 
-    # -- precision ---------------------------------------------------------------------------------------------
-
-    def _autocast(self) -> torch.dtype | None:
-        args = self.trainer.args
-        return None if args.bf16 or args.fp16 else self.tools.autocast(self.config.precision, args.device)
-
     def _compute_loss_context(self, original: Callable[..., Any]) -> Any:
         stack = ExitStack()
         stack.enter_context(original())
-        stack.enter_context(torch.autocast(self.trainer.args.device.type, self._autocast()))
+        stack.enter_context(self.layout.context())
         return stack
+
+    # -- losses, in training and in evaluation -------------------------------------------------------------------
+
+    def _get_num_items_in_batch(self, original: Callable[..., Any], batches: list[Any], device: torch.device) -> Any:
+        if self._evaluating or self.session is None:
+            return self.losses.evaluation_count(original, batches, device)
+        return self.windows.count(original, batches, device)
+
+    def _compute_loss(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._evaluating or self.session is None:
+            return self.losses.evaluation_loss(original, *args, **kwargs)
+        return self.windows.compute_loss(original, *args, **kwargs)
 
     # -- evaluation --------------------------------------------------------------------------------------------
 
@@ -357,7 +309,7 @@ class Adapter:
         try:
             if session is None:
                 self._install_losses(scoped)
-            elif self.micro_batches:
+            elif self.windows.micro_batches:
                 self._reestimate()
             with self._averaged(), session.validation() if session is not None else nullcontext():
                 return evaluation.run(original, trainer, self.losses, *args, **kwargs)
@@ -374,75 +326,9 @@ class Adapter:
         with self._averaged():
             self.tools.reestimate(
                 trainer.accelerator.unwrap_model(trainer.model),
-                self.micro_batches,
+                self.windows.micro_batches,
                 lambda batch: trainer.model(**trainer._prepare_inputs(batch)),
             )
-
-    # -- checkpoints -------------------------------------------------------------------------------------------
-
-    def _save_model(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with self._averaged():
-            return original(*args, **kwargs)
-
-    def _save_checkpoint(self, original: Callable[..., Any], model: Any, trial: Any) -> None:
-        trainer = self.trainer
-        state, main = trainer.state, trainer.args.should_save
-        run = Path(trainer._get_output_dir(trial=trial))
-        final = run / f"checkpoint-{state.global_step}"
-        pushed: list[Any] = []
-        with checkpoints.unfinished(final, main, trainer.accelerator.wait_for_everyone) as temporary:
-            scoped = Held(trainer)
-            scoped.value("_get_output_dir", lambda trial=None: str(temporary))
-            scoped.value("_push_from_checkpoint", pushed.append)
-            try:
-                original(model, trial)
-            finally:
-                scoped.undo()
-            if state.best_global_step:
-                best = run / f"checkpoint-{state.best_global_step}"
-                if best == final or best.is_dir():
-                    state.best_model_checkpoint = str(best)
-            if main:
-                folder = temporary / final.name
-                self._save_state(folder)
-                state.save_to_json(str(folder / checkpoints.TRAINER_STATE))
-        self.session.report.checkpoints.append(final.name)
-        if pushed:
-            trainer._push_from_checkpoint(str(final))
-        if main:
-            _rotate(trainer, run)
-
-    def _save_state(self, folder: Path) -> None:
-        """What the host's checkpoint leaves out: the raw weights beside the averaged ones, and the counts."""
-        average = self.average
-        torch.save(
-            {
-                "raw": average.live() if average is not None else {},
-                "average_updates": average.updates if average is not None else 0,
-                "counts": self.session.counts(),
-            },
-            folder / checkpoints.STATE,
-        )
-
-    def _resume(self, checkpoint: Path) -> None:
-        path = checkpoint / checkpoints.STATE
-        if not path.is_file():
-            if self.average is not None:
-                self.session.warn(f"{checkpoint.name} was saved without ema; the average starts from its weights")
-            return
-        state = torch.load(path, map_location="cpu", weights_only=True)
-        self.session.set_counts(state["counts"])
-        if not state["raw"]:
-            return
-        if self.average is not None:
-            self.average.resume(state["raw"], state["average_updates"])
-            return
-        self.session.warn(f"{checkpoint.name} holds averaged weights and ema is off: its raw weights are taken")
-        model = self.trainer.accelerator.unwrap_model(self.trainer.model)
-        live = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-        with torch.no_grad():
-            for name, tensor in state["raw"].items():
-                live[name].copy_(tensor)
 
     # -- words -------------------------------------------------------------------------------------------------
 
@@ -464,26 +350,6 @@ def _bare(optimizer: Any) -> Any:
     while hasattr(optimizer, "optimizer") and hasattr(optimizer, "step_was_skipped"):
         optimizer = optimizer.optimizer
     return optimizer
-
-
-def _main_input(inputs: Any) -> Tensor | None:
-    if not isinstance(inputs, counting.Mapping):
-        return None
-    for name in ("input_ids", "pixel_values", "input_values", "input_features", "inputs_embeds"):
-        if isinstance(inputs.get(name), Tensor):
-            return inputs[name]
-    return next((v for v in inputs.values() if isinstance(v, Tensor)), None)
-
-
-def _rotate(trainer: Any, run: Path) -> None:
-    from transformers.trainer_utils import rotate_checkpoints
-
-    rotate_checkpoints(
-        output_dir=str(run),
-        save_total_limit=trainer.args.save_total_limit,
-        best_model_checkpoint=trainer.state.best_model_checkpoint,
-        use_mtime=True,
-    )
 
 
 __all__ = ["Adapter", "UnsupportedRun"]

@@ -70,7 +70,7 @@ def test_over_the_budget_the_run_goes_on_eagerly_from_a_windows_close() -> None:
     assert same(snapshot(model), snapshot(eager))
 
 
-def test_graphs_of_all_models_together_are_held_to_the_budget() -> None:
+def test_graphs_of_a_compiled_validation_do_not_take_training_s_budget() -> None:
     said: list[str] = []
     model, average = mlp(), mlp()
     session = session_of(model, sgd(model), 1, {**ON, "validate": "compiled", "recompile_budget": 1}, said)
@@ -80,9 +80,9 @@ def test_graphs_of_all_models_together_are_held_to_the_budget() -> None:
     with session.validation(), torch.no_grad():
         average(torch.zeros(4, 3))
     feed(session, model, batches(0, [4])[0])
-    assert model._compiled_call_impl is None
-    assert said == ["accel: compile: 2 graphs were built, over recompile_budget=1; the run goes on eagerly"]
-    assert session.series.compiled_at == [1, 2]
+    assert model._compiled_call_impl is not None
+    assert said == []
+    assert session.series.compiled_at == [1]
 
 
 def test_an_error_of_the_compiler_is_one_warning_and_an_eager_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,7 +194,7 @@ def test_validation_adds_no_graph_to_training() -> None:
 def test_a_run_that_gave_up_stays_eager_after_validation() -> None:
     model = mlp()
     session = session_of(model, sgd(model), 1, ON)
-    session._stay_eager("for a reason")
+    session.compilation.stay_eager("for a reason")
     with session.validation():
         pass
     model(torch.zeros(2, 3))
@@ -209,7 +209,7 @@ def test_a_compiled_validation_model_is_compiled_once_and_falls_back_alone() -> 
         with session.validation(), torch.no_grad():
             average(torch.zeros(4, 3))
     assert session.watch.phases() == {"validation": 1}
-    session._validated[0].give_up("oops")
+    session.compilation._validated[0].give_up("oops")
     assert any("validation runs eagerly: oops" in w for w in session.report.warnings)
     assert model._compiled_call_impl is not None
     session.end()
