@@ -213,7 +213,7 @@ class Adapter:
         if getattr(config, "use_cache", False):
             self.on_config = Held(config)
             self.on_config.value("use_cache", False)
-        if hasattr(model, "generate"):
+        if self.config.validate_ == "compiled" and hasattr(model, "generate"):
 
             def generate(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
                 before, self._generating = self._generating, True

@@ -46,8 +46,10 @@ class Layout:
 
     @property
     def autocast(self) -> tuple[str, torch.dtype] | None:
-        """The host's own autocast: it lies inside the forward, so none is needed around it."""
-        return None
+        """The host's own autocast, which blocks inside the forward see: device and dtype, or None."""
+        args = self.trainer.args
+        dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
+        return (args.device.type, dtype) if dtype is not None else None
 
     def laid_out(self, inputs: Any) -> Any:
         """Images [B, C, H, W] in the model's own storage order."""

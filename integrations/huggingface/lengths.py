@@ -47,7 +47,11 @@ def label_lengths(dataset: Any, lengths: list[int]) -> list[int] | None:
     name = next((name for name in LABELS if len(dataset) and _has(dataset[0], name)), None)
     if name is None or length_of(dataset[0], name) is None:
         return None
-    labels = _all(length_of(dataset[index], name) for index in range(len(dataset)))
+    names = getattr(dataset, "column_names", None) or []
+    if isinstance(names, list) and name in names:
+        labels: list[int] | None = [len(value) for value in dataset[name]]
+    else:
+        labels = _all(length_of(dataset[index], name) for index in range(len(dataset)))
     return None if labels is None or labels == lengths else labels
 
 

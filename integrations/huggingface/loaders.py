@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import numpy as np
+import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 
 from integrations.huggingface.collator import BucketCollator, BucketedStream, PlacedDataset
@@ -31,7 +35,9 @@ class Loaders:
         self.trainer, self.buckets, self.limit, self.say = trainer, buckets, min(limit, 8), say
         self.edges: list[int] = []
         self.padding: tuple[int, int] | None = None  # padded tokens that hold nothing, and all tokens, of an epoch
-        self._lengths: dict[int, tuple[Any, list[int] | None]] = {}  # the dataset is kept, so its id stays its own
+        self._lengths: dict[
+            int, tuple[Any, list[int] | None, list[int] | None]
+        ] = {}  # the dataset is kept, so its id stays its own
         self._sampler: BucketBatchSampler | None = None
 
     def get_dataloader(
@@ -46,8 +52,11 @@ class Loaders:
     ) -> Any:
         """The trainer's `_get_dataloader`."""
         leave = partial(original, dataset, description, batch_size, sampler_fn, is_training, dataloader_key)
+        args = self.trainer.args
         if self.buckets == "off" or dataset is None or self._user_samples(is_training):
             return leave()
+        if args.world_size > 1 and args.accelerator_config.split_batches:
+            return leave()  # a batch is then cut over ranks by the host
         if isinstance(dataset, IterableDataset):
             return self._stream(leave, dataset, description, batch_size)
         key = length_key(self.trainer.processing_class, self.trainer.model)
@@ -77,6 +86,9 @@ class Loaders:
                 **self._options(is_training),
             )
         )
+        if dataloader_key is not None and args.dataloader_persistent_workers:
+            # as the host does: its workers go on living, so the next evaluation must find them
+            vars(self.trainer).setdefault("_eval_dataloaders", {})[dataloader_key] = loader
         if is_training:
             self._sampler, self.edges = sampler, edges
             padded = padded_tokens(lengths, edges, group)
@@ -130,11 +142,13 @@ class Loaders:
     def _known_lengths(self, dataset: Any, key: str) -> list[int] | None:
         if id(dataset) not in self._lengths:
             column = getattr(self.trainer.args, "length_column_name", "length")
-            try:
-                found = dataset_lengths(dataset, key, column)
-            except (TypeError, NotImplementedError):
-                found = None
-            self._lengths[id(dataset)] = (dataset, found)
+            with _random_kept():
+                try:
+                    found = dataset_lengths(dataset, key, column)
+                except (TypeError, NotImplementedError):
+                    found = None
+                labels = label_lengths(dataset, found) if found else None
+            self._lengths[id(dataset)] = (dataset, found, labels)
         return self._lengths[id(dataset)][1]
 
     # -- building ----------------------------------------------------------------------------------------------
@@ -152,7 +166,7 @@ class Loaders:
             shuffle=is_training,
             seed=args.seed if args.data_seed is None else args.data_seed,
             drop_last=args.dataloader_drop_last,
-            label_lengths=label_lengths(dataset, lengths),
+            label_lengths=self._lengths[id(dataset)][2],
         )
 
     def _collator(self, collate: Any, edges: list[int], key: str) -> BucketCollator:
@@ -201,6 +215,18 @@ class Loaders:
 
     def _prepare(self, loader: DataLoader[Any]) -> Any:
         return self.trainer.accelerator.prepare(loader)
+
+
+@contextmanager
+def _random_kept() -> Iterator[None]:
+    """Looking at samples leaves no trace: a data set may draw random numbers for each (augmentation)."""
+    python, numbers = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng():
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numbers)
 
 
 def _no_second_sharding(loader: Any) -> None:

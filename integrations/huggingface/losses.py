@@ -50,7 +50,7 @@ class Losses:
             return
         self.known = True
         trainer, batch = self.trainer, dict(batches[0])
-        custom = _overridden(trainer) or trainer.compute_loss_func is not None
+        custom = _overridden(trainer) or trainer.compute_loss_func is not None or _own_loss(trainer.model)
         if trainer.args.n_gpu > 1:
             self._leave("DataParallel replicas: start one process a device with torchrun")
         elif not custom:
@@ -222,6 +222,11 @@ def _overridden(trainer: Any) -> bool:
     from transformers import Trainer
 
     return type(trainer).compute_loss is not Trainer.compute_loss
+
+
+def _own_loss(model: Any) -> bool:
+    """True where the user gave the model a loss function of their own."""
+    return "_loss_function" in vars(counting.base(model))
 
 
 def _world() -> int:

@@ -197,8 +197,16 @@ class Planner:
                 share = planning.COMPILE_SHARE if fusable >= planning.LIKELY_SHARE else planning.TRIAL_SHARE
                 likely, why = self._start_worker(trial, captured, share * seconds)
         if not likely:
-            self.compile_reason = why
+            self.compile_reason = why + self._needed()
             self._remember()
+
+    def _needed(self) -> str:
+        """How long a run would have to be for a compile to be tried, told in its own steps."""
+        step = self._now()
+        if step <= 0:
+            return ""
+        steps = planning.compile_seconds(self.model, self.device) / planning.COMPILE_SHARE / step
+        return f"; it needs a run of about {steps:.2g} steps of {step:.2g} s" if math.isfinite(steps) else ""
 
     def _start_worker(self, trial: Trial, captured: Captured, budget: float) -> tuple[bool, str]:
         dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.plan.precision)

@@ -318,3 +318,64 @@ def test_regional_compiles_in_a_third_of_the_time(tmp_path, monkeypatch):
     print(f"cold compile of a 6-layer BERT: {seconds}")
     assert Path(tmp_path / "regional").exists()
     assert seconds["regional"] < seconds["whole"]
+
+
+def test_the_plan_is_tried_without_a_trace(tmp_path):
+    """Twenty updates with the planner at work end with the same weights as without it (case pytorch#98102)."""
+    runs = {}
+    for plan in ("off", "auto"):
+        trainer, spy = trainer_for(
+            "bert-token",
+            tmp_path / plan,
+            8,
+            options={"plan": plan, "cache_dir": str(tmp_path / "cache")},
+            per_device_train_batch_size=4,
+            gradient_accumulation_steps=2,
+            max_steps=20,
+        )
+        trainer.train()
+        runs[plan] = spy.weights[-1]
+    assert all(torch.equal(runs["auto"][name], runs["off"][name]) for name in runs["off"])
+    found = report(tmp_path / "auto")
+    assert (found["compile"]["decision"], found["compile"]["graphs"], found["speed"]["plan"]) == ("eager", 0, "host")
+    assert "it needs a run of about" in found["compile"]["reason"]
+
+
+def test_precision_from_the_settings(tmp_path):
+    seen = []
+    trainer, _ = trainer_for(
+        "bert-token", tmp_path, 4, options={"precision": "bf16"}, per_device_train_batch_size=4, max_steps=1
+    )
+    trainer.model.bert.encoder.layer[0].output.dense.register_forward_hook(lambda m, i, o: seen.append(o.dtype))
+    trainer.train()
+    assert seen == [torch.bfloat16]
+    assert report(tmp_path)["speed"]["precision"] == "bf16"
+    assert all(p.dtype == torch.float32 for p in trainer.model.parameters())
+
+
+def test_channels_last_from_the_settings(tmp_path):
+    trainer, spy = trainer_for(
+        "resnet-image",
+        tmp_path,
+        4,
+        options={"memory_format": "channels_last", "batchnorm": "freeze", "ema": 0.5},
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        max_steps=1,
+    )
+    seen = []
+    first = next(m for m in trainer.model.modules() if isinstance(m, torch.nn.Conv2d))
+    first.register_forward_hook(lambda m, i, o: seen.append(o.is_contiguous(memory_format=torch.channels_last)))
+    trainer.train()
+    assert all(seen)
+    assert len(seen) == 2
+
+    def loss(model, batch):
+        for module in model.modules():
+            if isinstance(module, torch.nn.BatchNorm2d):
+                module.eval()
+        return model(**batch).loss
+
+    right = reference.gradients(model_for("resnet-image"), batch_for("resnet-image", 4), loss)
+    assert reference.difference(spy.gradients[0], right) <= 2e-6
+    assert first.weight.is_contiguous()

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainerCallback
 
-from plugins import AccelError
+from integrations.huggingface.arguments import refuse_contradictions
+from integrations.huggingface.checkpoints import problems
+from integrations.seam import UnsupportedRun
+from plugins import AccelConfig, AccelError
 from plugins.hf import AccelCallback
 from tests import reference
 from tests.huggingface.heads import Rows, batch_for, model_for
@@ -338,6 +343,45 @@ def test_accumulation_from_the_settings(options, tmp_path):
     assert reference.difference(spy.gradients[0], right_gradients()) <= 1e-6
     assert trainer.state.log_history[0]["learning_rate"] == pytest.approx(0.1)  # 0.05 * sqrt(4)
     assert (trainer.args.gradient_accumulation_steps, trainer.args.learning_rate) == (1, 0.05)
+
+
+@pytest.mark.parametrize(("way", "words"), [("is_deepspeed_enabled", "deepspeed"), ("is_fsdp_enabled", "fsdp=")])
+def test_sharded_training_is_refused_in_one_line(way, words, tmp_path):
+    trainer, _ = trainer_for("bert-token", tmp_path, 4, plug=False)
+    setattr(trainer, way, True)
+    with pytest.raises(UnsupportedRun, match=words) as error:
+        refuse_contradictions(trainer, AccelConfig())
+    assert "\n" not in str(error.value)
+
+
+def test_accumulation_cannot_come_after_the_host_planned_its_updates(tmp_path):
+    trainer, _ = trainer_for("bert-token", tmp_path, 4, plug=False, max_steps=1, per_device_train_batch_size=1)
+    trainer.add_callback(AccelCallback(accumulate=4))
+    with pytest.raises(AccelError, match=r"accumulate=4: .*Trainer\(callbacks=\[...\]\)"):
+        trainer.train()
+
+
+def test_a_push_sees_the_finished_checkpoint(tmp_path):
+    trainer, _ = trainer_for(
+        "bert-token", tmp_path, 4, options={"ema": 0.5}, save_strategy="steps", save_steps=1, **SPLIT
+    )
+    pushed = []
+    trainer.args.push_to_hub = True
+    trainer._push_from_checkpoint = lambda folder: pushed.append((folder, problems(Path(folder))))
+    trainer.train()
+    assert pushed == [(str(tmp_path / "checkpoint-1"), [])]
+
+
+def test_a_loss_function_of_the_user_on_the_model(tmp_path):
+    model = model_for("vit-image")
+    model.loss_function = lambda labels, logits, config, **kwargs: (
+        torch.nn.functional.cross_entropy(logits, labels) ** 2
+    )
+    trainer, _ = trainer_for(
+        "vit-image", tmp_path, 4, model=model, per_device_train_batch_size=2, gradient_accumulation_steps=2, max_steps=1
+    )
+    trainer.train()
+    assert "hides how many terms" in report(tmp_path)["window"]["approximate_terms"][0]
 
 
 def test_normalise_host_is_the_host(tmp_path):
