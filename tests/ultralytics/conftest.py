@@ -119,7 +119,10 @@ class Run:
 def train(
     tmp_path: Path, data: Callable[..., Path], models: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., Run]:
-    """`train(head, accel={...} or None for the host alone, callbacks={event: function}, **host arguments)`."""
+    """`train(head, accel={...} or None for the host alone, callbacks={event: function}, **host arguments)`.
+
+    The speed plan measures, and what it measures on a busy machine may differ from run to run: it is off by default.
+    """
     monkeypatch.chdir(tmp_path)
 
     def run(
@@ -137,7 +140,7 @@ def train(
     ) -> Run:
         found = (RTDETR if head == "rtdetr" else YOLO)(str(resume or model or models(head)))
         if accel is not None:
-            attach(found, **accel)
+            attach(found, **{"plan": "off", **accel})
         spy = spy or Spy()
         found.add_callback("on_train_start", spy.hold)
         for event, function in (callbacks or {}).items():
@@ -224,6 +227,7 @@ class Spy:
             self._batches = []
             return step(*args, **kwargs)
 
+        spied_step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # `time=` builds a scheduler every epoch
         trainer.optimizer.step = spied_step
 
     def _bare(self) -> nn.Module:
