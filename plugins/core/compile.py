@@ -163,16 +163,20 @@ def missing_compiler(device: torch.device, backend: str | Callable[..., Any]) ->
 
 
 def regions(model: nn.Module, least: int = 2) -> list[nn.Module]:
-    """The repeated blocks of a model: modules of one class and structure that stand in one ModuleList.
+    """The repeated blocks of a model: `least` or more children of one ModuleList or Sequential that look alike.
 
-    Returns the blocks of every ModuleList or Sequential whose `least` or more children look alike.
+    Alike is the same class and the same parameter shapes. A child that differs from the others (the first block of
+    a T5, which alone has the position bias) stays eager.
     """
     found: list[nn.Module] = []
     for parent in model.modules():
-        if isinstance(parent, (nn.ModuleList, nn.Sequential)) and len(parent) >= least:
-            shapes = {(type(child), tuple(tuple(p.shape) for p in child.parameters())) for child in parent}
-            if len(shapes) == 1 and next(iter(shapes))[1]:
-                found.extend(parent)
+        if isinstance(parent, (nn.ModuleList, nn.Sequential)):
+            alike: dict[Any, list[nn.Module]] = {}
+            for child in parent:
+                if shapes := tuple(tuple(p.shape) for p in child.parameters()):
+                    alike.setdefault((type(child), shapes), []).append(child)
+            for blocks in alike.values():
+                found.extend(blocks if len(blocks) >= least else [])
     inner = {id(m) for block in found for m in block.modules() if m is not block}
     return [block for block in found if id(block) not in inner]
 

@@ -53,10 +53,28 @@ class EMA:
             self._shadow[name].copy_(kept)
 
     @torch.no_grad()
+    def adopt(self) -> None:
+        """Leave the averaged weights in the model for good (the end of a run)."""
+        for name, tensor in self._live.items():
+            tensor.copy_(self._shadow[name])
+
+    @torch.no_grad()
     def reseed(self) -> None:
         """Start the shadow again from the live weights (after they were loaded)."""
         for name, tensor in self._live.items():
             self._shadow[name].copy_(tensor)
+
+    def live(self) -> dict[str, Tensor]:
+        """The live tensors by name, tied ones once: what a checkpoint of the averaged weights leaves out."""
+        return {name: tensor.detach() for name, tensor in self._live.items()}
+
+    @torch.no_grad()
+    def resume(self, live: Mapping[str, Tensor], updates: int) -> None:
+        """The model holds the averaged weights (a checkpoint gave them): take them over, and put `live` back."""
+        self.reseed()
+        self.updates = updates
+        for name, tensor in live.items():
+            self._live[name].copy_(tensor)
 
     def state_dict(self) -> dict[str, Any]:
         return {"updates": self.updates, "shadow": {n: t.detach() for n, t in self._shadow.items()}}

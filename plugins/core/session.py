@@ -245,11 +245,8 @@ class Session:
         if self.window.empty:
             return None
         self._before_update()
-        try:
+        with self._statistics_kept():
             outcome = self.update.step(self.window)
-        except NonFiniteGradient:
-            self.statistics.restore()
-            raise
         self.closed(outcome)
         return outcome
 
@@ -257,7 +254,17 @@ class Session:
         """For hosts that step by themselves: gradients unscaled, exact, checked and clipped. After the host's step
         come `update.finish` and `closed`."""
         self._before_update()
-        return self.update.prepare(self.window)
+        with self._statistics_kept():
+            return self.update.prepare(self.window)
+
+    @contextmanager
+    def _statistics_kept(self) -> Iterator[None]:
+        """nonfinite=stop ends the run: BatchNorm's statistics are those of before the bad window."""
+        try:
+            yield
+        except NonFiniteGradient:
+            self.statistics.restore()
+            raise
 
     def _before_update(self) -> None:
         if self._schedule is not None:

@@ -88,6 +88,7 @@ class Window:
     _totals: dict[str, _Totals] = field(default_factory=dict)
     _power: dict[str, Scalar] = field(default_factory=dict)
     _last: dict[str, Scalar] = field(default_factory=dict)
+    _announced: Scalar | None = None
 
     def __post_init__(self) -> None:
         self.expected = self.size or 1
@@ -110,8 +111,18 @@ class Window:
         self.micro_batches += 1
         self.samples += samples
 
+    def announce(self, total: Scalar, ranks: int = 1) -> None:
+        """Tell the window's total count over all ranks before its first micro-batch, where the host knows it.
+
+        Weights are then final, `n * ranks / total` (ranks: the reduction over ranks averages), so that losses add
+        up to the true mean and gradients need no rescaling at the close. One group only.
+        """
+        self._announced = total / ranks
+
     def weigh(self, terms: Mapping[str, Term]) -> dict[str, Scalar]:
         """Return what to multiply the micro-batch's loss by, a group each."""
+        if self._announced is not None and self.weighted:
+            return {group: term.weight / self._announced for group, term in terms.items()}
         weights: dict[str, Scalar] = {}
         for group, term in terms.items():
             totals = self._totals.setdefault(group, _Totals())
@@ -151,6 +162,7 @@ class Window:
         """Begin the next window, of `expected` micro-batches where the host decides."""
         self.micro_batches = self.samples = 0
         self._totals.clear()
+        self._announced = None
         self.expected = self.size or expected or self.expected
 
     def state_dict(self) -> dict[str, Any]:

@@ -1,0 +1,355 @@
+"""Everything that is put on a Trainer instance, in one place, and the translation of its events for the seam.
+
+Two groups of patches. `entry` stays while the callback is in the trainer, because it must be there before
+`train()` or `evaluate()` begins: `train`, `_inner_training_loop`, `_get_dataloader`, `evaluation_loop`. `run` holds
+for one run and is undone at its end and on an exception: `compute_loss`, `training_step`, `get_batch_samples`,
+`_get_num_items_in_batch`, `prediction_step`, `_clip_grad_norm`, `_get_grad_norm`, `save_model`,
+`_save_checkpoint`, `_run_epoch`, `loss_is_scaled_for_ga`, `compute_loss_context_manager`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from integrations.huggingface import arguments, checkpoints, evaluation
+from integrations.huggingface.holding import Held, caller_local
+from integrations.huggingface.layout import Layout
+from integrations.huggingface.lengths import length_key
+from integrations.huggingface.loaders import Loaders
+from integrations.huggingface.losses import Losses
+from integrations.huggingface.saving import Saving
+from integrations.huggingface.windows import Windows
+from integrations.seam import UnsupportedRun
+
+
+class Adapter:
+    """One trainer and the session that answers it.
+
+    Args:
+        trainer: the host's; kept weakly, so the callback does not keep it alive.
+        new_session: gives a fresh session for a run.
+        tools: what the plug hands in from the core: `config`, `average(model)` -> EMA or None, `reestimate`,
+            `seed`, `plan(values)`.
+    """
+
+    def __init__(self, trainer: Any, callback: Any, new_session: Callable[[], Any], tools: Any) -> None:
+        self._late = caller_local("_inner_training_loop", "train_dataloader") is not None
+        self._late_loader: Any = None
+        self._trainer = weakref.ref(trainer)
+        self._callback = weakref.ref(callback)
+        self.new_session, self.tools = new_session, tools
+        self.session: Any = None
+        self.average: Any = None
+        self.config = tools.config
+        self.entry, self.run = Held(trainer), Held(trainer)
+        self.arguments = Held(trainer.args)
+        self.on_model: Held | None = None
+        self.losses = Losses(trainer, self.config.normalise == "exact", self._approximate)
+        self.loaders = Loaders(trainer, self.config.buckets, self.config.recompile_budget, self._say)
+        self.windows: Any = None
+        self.layout: Any = None
+        self._evaluating = self._generating = False
+        self._failed_batch = 0
+        self._told: list[tuple[str, str]] = []
+        arguments.refuse_contradictions(trainer, self.config)
+        if self._late:
+            arguments.refuse_late(trainer, self.config)
+        self._install_entry()
+
+    @property
+    def trainer(self) -> Any:
+        return self._trainer()
+
+    # -- patches -----------------------------------------------------------------------------------------------
+
+    def _install_entry(self) -> None:
+        for name, replacement in (
+            ("train", self._train),
+            ("_inner_training_loop", self._inner_training_loop),
+            ("_get_dataloader", self.loaders.get_dataloader),
+            ("evaluation_loop", self._evaluation_loop),
+        ):
+            self.entry.method(name, self._while_plugged(replacement))
+
+    def _while_plugged(self, replacement: Callable[..., Any]) -> Callable[..., Any]:
+        """The host can take the callback out again; the patches then go with it."""
+
+        def guarded(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            if self._callback() in self.trainer.callback_handler.callbacks:
+                return replacement(original, *args, **kwargs)
+            self.detach()
+            return original(*args, **kwargs)
+
+        return guarded
+
+    def _install_losses(self, patches: Held) -> None:
+        compute_loss = self.trainer.compute_loss
+        patches.method("compute_loss", self._compute_loss)
+        patches.method("_get_num_items_in_batch", self._get_num_items_in_batch)
+        patches.method("prediction_step", lambda o, *a, **k: self.losses.prediction_step(o, compute_loss, *a, **k))
+
+    def _install_run(self, saving: Saving) -> None:
+        patches, windows = self.run, self.windows
+        self._install_losses(patches)
+        patches.method("training_step", windows.training_step)
+        patches.method("get_batch_samples", windows.get_batch_samples)
+        patches.method("_clip_grad_norm", lambda original, model: None)
+        patches.method("_get_grad_norm", windows.get_grad_norm)
+        patches.method("save_model", saving.save_model)
+        patches.method("_save_checkpoint", saving.save_checkpoint)
+        patches.method("_run_epoch", self._run_epoch)
+        patches.method("compute_loss_context_manager", self._compute_loss_context)
+        patches.value("loss_is_scaled_for_ga", windows.host_scaled)
+
+    def detach(self) -> None:
+        """Take everything off the trainer."""
+        self.end(report=False)
+        self.entry.undo()
+
+    # -- a run -------------------------------------------------------------------------------------------------
+
+    def _train(
+        self, original: Callable[..., Any], resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        trainer = self.trainer
+        run = Path(trainer.args.output_dir)
+        if trainer.args.should_save and run.is_dir():
+            checkpoints.sweep(run)
+        trainer.accelerator.wait_for_everyone()
+        if resume_from_checkpoint is True:
+            found, passed = checkpoints.newest_complete(run) if run.is_dir() else (None, [])
+            for line in passed:
+                self._say(f"resume_from_checkpoint=True: {line}; an older one is taken")
+            resume_from_checkpoint = str(found) if found else True  # the host says that there is none
+        try:
+            return original(resume_from_checkpoint, *args, **kwargs)
+        finally:
+            self._failed_batch = 0
+            self.end()
+
+    def _inner_training_loop(
+        self, original: Callable[..., Any], batch_size: Any = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        trainer = self.trainer
+        if trainer.args.auto_find_batch_size and batch_size:
+            batch_size = self._keep_effective_batch(batch_size)
+        else:
+            arguments.apply(trainer, self.config, self.arguments)
+        if self.config.seed != "host":
+            self.tools.seed(self.config.seed)
+        try:
+            return original(batch_size, *args, **kwargs)
+        except BaseException:
+            self._failed_batch = batch_size or 0
+            self.end()
+            raise
+
+    def _keep_effective_batch(self, micro_batch: int) -> int:
+        """After an out-of-memory retry: fewer samples a micro-batch, more micro-batches, the same update."""
+        trainer = self.trainer
+        self.arguments.undo()
+        arguments.apply(trainer, self.config, self.arguments)
+        wanted = trainer.args.train_batch_size * trainer.args.gradient_accumulation_steps
+        allowed = min(micro_batch, self._failed_batch - 1) if self._failed_batch else micro_batch
+        if allowed < 1:
+            return 0  # the host says that no batch size fits
+        size, accumulate = arguments.same_effective_batch(wanted, allowed)
+        if size != trainer.args.train_batch_size:
+            self._say(
+                f"out of memory: {trainer.args.train_batch_size} x {trainer.args.gradient_accumulation_steps} becomes "
+                f"{size} x {accumulate}; an update still has {wanted} samples"
+            )
+            self.arguments.value("gradient_accumulation_steps", accumulate)
+        return size
+
+    def begin(self) -> None:
+        """on_train_begin: everything is built and wrapped. Fires again when the host retries."""
+        trainer = self.trainer
+        if self.session is not None:
+            self.end(report=False)
+        self.session = session = self.new_session()
+        model, args = trainer.accelerator.unwrap_model(trainer.model), trainer.args
+        self.losses = Losses(trainer, self.config.normalise == "exact", self._approximate)
+        self.losses.seam = session
+        self.average = self.tools.average(model)
+        self.layout = Layout(trainer, model, trainer.compute_loss)
+        self.windows = Windows(trainer, session, self.losses, self.layout, self.config.batchnorm == "precise")
+        saving = Saving(trainer, session, self.average, self._averaged)
+        self._install_run(saving)
+        self.on_model = Held(model)
+        if self.config.compile != "off":
+            self._prepare_for_compile(model)
+        self.layout.apply(*session.start_plan(args.device))
+        session.model_ready(
+            model,
+            _bare(trainer.optimizer),
+            device=args.device,
+            micro_batch=trainer._train_batch_size,
+            size=args.gradient_accumulation_steps,
+            clip_norm=args.max_grad_norm if args.max_grad_norm and args.max_grad_norm > 0 else None,
+            scaler=trainer.accelerator.scaler,
+            average=self.average,
+            dims=(1,) if length_key(trainer.processing_class, model) == "input_ids" else (),
+            takes=self._takes(model),
+            uncompilable="torch_compile=True: the host compiles" if args.torch_compile else "",
+        )
+        if session.update.keep_gradients:
+            wrapped = trainer.model_wrapped
+            wrapped.zero_grad = lambda set_to_none=True: type(wrapped).zero_grad(wrapped, set_to_none=False)
+        self._facts()
+        resumed = caller_local("_inner_training_loop", "resume_from_checkpoint")
+        if resumed:
+            saving.resume(Path(resumed), self.tools.plan)
+
+    def _prepare_for_compile(self, model: Any) -> None:
+        """A cache of keys and values is of no use in training and changes what a compiler sees."""
+        config = getattr(model, "config", None)
+        if getattr(config, "use_cache", False):
+            self.on_config = Held(config)
+            self.on_config.value("use_cache", False)
+        if self.config.validate_ == "compiled" and hasattr(model, "generate"):
+
+            def generate(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+                before, self._generating = self._generating, True
+                try:
+                    return original(*args, **kwargs)
+                finally:
+                    self._generating = before
+
+            assert self.on_model is not None
+            self.on_model.method("generate", generate)
+
+    def _takes(self, model: Any) -> Callable[[Any], bool]:
+        """Which calls are compiled: training's, and evaluation's at validate=compiled; never those of `generate`."""
+        compiled = self.config.validate_ == "compiled"
+        return lambda _: not self._generating and (model.training or (self._evaluating and compiled))
+
+    def _facts(self) -> None:
+        report, loaders = self.session.report, self.loaders
+        report.shapes.buckets = list(loaders.edges)
+        report.ema.decay = getattr(self.average, "decay", None)
+        for kind, text in self._told:
+            getattr(self.session, kind)(text)
+        self._told.clear()
+        if self.trainer.args.torch_compile:
+            self.session.warn("torch_compile=True: the host compiles; the plug leaves compiling to it")
+
+    def end(self, report: bool = True) -> None:
+        """The end of a run, also on an exception: undo, and write the report. Safe to call twice."""
+        session, self.session = self.session, None
+        trainer = self.trainer
+        self.run.undo()
+        self.arguments.undo()
+        if session is None:
+            return
+        vars(trainer.model_wrapped).pop("zero_grad", None)
+        config = self.__dict__.pop("on_config", None)
+        if config is not None:
+            config.undo()
+        folder = Path(trainer.args.output_dir) if report and trainer.args.should_save else None
+        session.end(folder)
+        self.layout.undo()
+        if self.on_model is not None:
+            self.on_model.undo()
+        self.average = None
+        self._late, self._late_loader = False, None
+
+    def finish(self) -> None:
+        """on_train_end: what the model holds from here on is what was evaluated and saved."""
+        trainer = self.trainer
+        best = trainer.args.load_best_model_at_end and trainer.state.best_model_checkpoint is not None
+        if self.average is not None and not best:
+            self.average.adopt()
+        self.end()
+
+    def _run_epoch(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._late_loader is None and self._late and "train_dataloader" in kwargs:
+            # The callback came after the host had built its loader; with buckets an epoch has as many steps.
+            self._late_loader = self.trainer.get_train_dataloader()
+            self._facts()
+        if self._late_loader is not None and self.loaders.edges:
+            kwargs["train_dataloader"] = self._late_loader
+        self.loaders.set_epoch(kwargs.get("epoch", 0))
+        try:
+            return original(*args, **kwargs)
+        except BaseException:
+            self.end()
+            raise
+
+    def _compute_loss_context(self, original: Callable[..., Any]) -> Any:
+        stack = ExitStack()
+        stack.enter_context(original())
+        stack.enter_context(self.layout.context())
+        return stack
+
+    # -- losses, in training and in evaluation -------------------------------------------------------------------
+
+    def _get_num_items_in_batch(self, original: Callable[..., Any], batches: list[Any], device: torch.device) -> Any:
+        if self._evaluating or self.session is None:
+            return self.losses.evaluation_count(original, batches, device)
+        return self.windows.count(original, batches, device)
+
+    def _compute_loss(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._evaluating or self.session is None:
+            return self.losses.evaluation_loss(original, *args, **kwargs)
+        return self.windows.compute_loss(original, *args, **kwargs)
+
+    # -- evaluation --------------------------------------------------------------------------------------------
+
+    def _evaluation_loop(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        trainer, session = self.trainer, self.session
+        scoped = Held(trainer)
+        before, self._evaluating = self._evaluating, True
+        try:
+            if session is None:
+                self._install_losses(scoped)
+            elif self.windows.micro_batches:
+                self._reestimate()
+            with self._averaged(), session.validation() if session is not None else nullcontext():
+                return evaluation.run(original, trainer, self.losses, *args, **kwargs)
+        finally:
+            self._evaluating = before
+            scoped.undo()
+
+    def _averaged(self) -> Any:
+        return self.average.swapped() if self.average is not None else nullcontext()
+
+    def _reestimate(self) -> None:
+        """batchnorm=precise: running statistics over the last window's data, with the weights to be evaluated."""
+        trainer = self.trainer
+        with self._averaged():
+            self.tools.reestimate(
+                trainer.accelerator.unwrap_model(trainer.model),
+                self.windows.micro_batches,
+                lambda batch: trainer.model(**trainer._prepare_inputs(batch)),
+            )
+
+    # -- words -------------------------------------------------------------------------------------------------
+
+    def _say(self, text: str) -> None:
+        self._tell("warn", text)
+
+    def _approximate(self, term: str) -> None:
+        self._tell("approximate", term)
+
+    def _tell(self, kind: str, text: str) -> None:
+        if self.session is not None:
+            getattr(self.session, kind)(text)
+        elif (kind, text) not in self._told:
+            self._told.append((kind, text))
+
+
+def _bare(optimizer: Any) -> Any:
+    """The torch optimizer inside accelerate's wrapper."""
+    while hasattr(optimizer, "optimizer") and hasattr(optimizer, "step_was_skipped"):
+        optimizer = optimizer.optimizer
+    return optimizer
+
+
+__all__ = ["Adapter", "UnsupportedRun"]

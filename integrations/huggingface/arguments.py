@@ -1,0 +1,94 @@
+"""TrainingArguments and settings together: contradictions, named with the way out, and what settings change."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from integrations.huggingface.holding import Held
+from integrations.seam import UnsupportedRun
+
+
+def refuse_contradictions(trainer: Any, config: Any) -> None:
+    """Raise UnsupportedRun, one line, where the trainer's own settings and the plug's cannot both hold."""
+    args = trainer.args
+    accumulate = args.gradient_accumulation_steps
+    for field in ("accumulate", "effective_batch"):
+        value = getattr(config, field)
+        if value != "host" and accumulate > 1 and not (field == "accumulate" and value == accumulate):
+            raise UnsupportedRun(
+                f"{field}={value}: TrainingArguments sets gradient_accumulation_steps={accumulate} as well; "
+                f"leave one of the two out"
+            )
+    if args.torch_compile and config.compile == "on":
+        raise UnsupportedRun(
+            "compile=on: TrainingArguments has torch_compile=True, and the model would be compiled twice; "
+            "set torch_compile=False (the plug compiles in place), or compile=off"
+        )
+    if trainer.is_deepspeed_enabled:
+        raise UnsupportedRun("deepspeed: not supported by the plug; allowed are one process, or several under DDP")
+    if trainer.is_fsdp_enabled:
+        raise UnsupportedRun(
+            f"fsdp={args.fsdp}: not supported by the plug; allowed are one process, or several under DDP"
+        )
+    host = "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32"
+    if config.precision not in ("host", "auto", host) and (host != "fp32" or config.precision == "fp16"):
+        raise UnsupportedRun(
+            f"precision={config.precision}: TrainingArguments trains in {host}; "
+            + (f"set {config.precision}=True there" if config.precision != "fp32" else f"set {host}=False there")
+            + ", or leave precision=host"
+        )
+    effective_accumulation(trainer, config)
+
+
+def refuse_late(trainer: Any, config: Any) -> None:
+    """Raise UnsupportedRun where a setting would have had to be known before the host planned its updates."""
+    for field in ("accumulate", "effective_batch"):
+        value = getattr(config, field)
+        if value != "host" and effective_accumulation(trainer, config) != trainer.args.gradient_accumulation_steps:
+            raise UnsupportedRun(
+                f"{field}={value}: the callback was added to a trainer that had been built; pass it in "
+                f"Trainer(callbacks=[...]), or set gradient_accumulation_steps in TrainingArguments"
+            )
+
+
+def effective_accumulation(trainer: Any, config: Any) -> int:
+    """K, micro-batches an update, from `accumulate`, `effective_batch` or the host.
+
+    Raises:
+        UnsupportedRun: the effective batch is not a whole number of micro-batches.
+    """
+    if config.accumulate != "host":
+        return int(config.accumulate)
+    if config.effective_batch == "host":
+        return int(trainer.args.gradient_accumulation_steps)
+    step = trainer.args.train_batch_size * max(trainer.args.world_size, 1)
+    if config.effective_batch % step:
+        below, above = config.effective_batch // step * step, math.ceil(config.effective_batch / step) * step
+        near = f"{below} or {above}" if below else str(above)
+        raise UnsupportedRun(
+            f"effective_batch={config.effective_batch}: not a multiple of the {step} samples of one step "
+            f"(per_device_train_batch_size x devices); allowed near it: {near}"
+        )
+    return int(config.effective_batch // step)
+
+
+def apply(trainer: Any, config: Any, patches: Held) -> None:
+    """Set what the settings change on the arguments, for one run. `patches` targets `trainer.args`."""
+    args = trainer.args
+    before, now = args.gradient_accumulation_steps, effective_accumulation(trainer, config)
+    if now != before:
+        patches.value("gradient_accumulation_steps", now)
+        factor = {"off": 1.0, "sqrt": math.sqrt(now / before), "linear": now / before}[config.lr_scale]
+        if factor != 1.0:
+            patches.value("learning_rate", args.learning_rate * factor)
+
+
+def same_effective_batch(wanted: int, micro_batch: int) -> tuple[int, int]:
+    """(micro-batch, K) with `micro_batch * K == wanted`, the micro-batch as large as allowed.
+
+    After running out of memory the host takes 0.9 of the micro-batch and keeps K, so that the effective batch
+    shrinks and shapes get odd. The largest divisor keeps it as the user set it.
+    """
+    size = next(size for size in range(min(micro_batch, wanted), 0, -1) if wanted % size == 0)
+    return size, wanted // size

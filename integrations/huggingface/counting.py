@@ -1,0 +1,160 @@
+"""How many terms a head's loss is the mean of: the number that makes accumulation exact.
+
+The loss of a micro-batch is a mean over n terms (tokens, samples, pixels). The gradient of one big batch is the
+mean over all of the window's terms, so a micro-batch weighs n / N. n follows from the head's own loss: see
+`transformers.loss.loss_utils` and the heads' forward methods (5.24).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+IGNORED = -100
+
+# Causal language models whose head does not shift the labels.
+UNSHIFTED = ("XLNetLMHeadModel", "XLMWithLMHeadModel")
+
+SUM = "sum"
+"""The loss is a sum over samples: micro-batches add up as they are."""
+
+
+@dataclass(frozen=True)
+class Counting:
+    """A rule that counts the terms of a batch.
+
+    Attributes:
+        kind: tokens, shifted tokens, samples, values, positions, pixels, or sum.
+        ignore: the label that does not count.
+        inexact: names of loss terms that this count cannot make exact.
+    """
+
+    kind: str
+    ignore: int = IGNORED
+    inexact: tuple[str, ...] = ()
+
+    def count(self, batch: Mapping[str, Any]) -> int | None:
+        """Terms of one batch; None where the batch has no labels that can be counted."""
+        if self.kind == SUM:
+            return samples(batch)
+        if self.kind == "positions":
+            return _positions(batch)[0]
+        labels = batch.get("labels")
+        if self.kind == "samples":
+            return samples(batch)
+        if not isinstance(labels, Tensor):
+            return None
+        if self.kind == "shifted tokens":
+            labels = batch["shift_labels"] if "shift_labels" in batch else labels[..., 1:]
+        if self.kind == "values":
+            return labels.numel()
+        return int((labels != self.ignore).sum())
+
+    def lost(self, batch: Mapping[str, Any]) -> str | None:
+        """A term that is inexact for this batch only: answers outside the input at one end but not at the other."""
+        if self.kind == "positions":
+            start, end = _positions(batch)
+            return None if start == end else "question answering: answers outside the input, counted by their start"
+        return None
+
+
+def for_model(model: Any, batch: Mapping[str, Any] | None = None, smoothing: bool = False) -> Counting | None:
+    """The rule of a known head; None for a head or loss that is not known.
+
+    Args:
+        model: the bare model (a peft wrapper is looked through).
+        batch: a batch with labels; decides between classification and regression where the config does not.
+        smoothing: the host's label smoother replaces the head's own loss.
+    """
+    model = base(model)
+    name, config = type(model).__name__, getattr(model, "config", None)
+    if config is None or not hasattr(model, "save_pretrained"):
+        return None
+    inexact = _auxiliary(config)
+    encoder_decoder = bool(getattr(config, "is_encoder_decoder", False))
+    if re.search(r"For(CausalLM|ConditionalGeneration)$|LMHeadModel$", name) and name not in UNSHIFTED:
+        causal = not encoder_decoder and (not smoothing or _smoother_shifts(name))
+        return Counting("shifted tokens" if causal else "tokens", inexact=inexact)
+    if re.search(r"For(MaskedLM|TokenClassification|MultipleChoice|NextSentencePrediction)$", name):
+        return Counting("tokens", inexact=inexact)
+    if re.search(r"For(Sequence|Image|Video|Audio)Classification$", name):
+        return Counting(_classification(config, batch), inexact=inexact)
+    if name.endswith("ForQuestionAnswering"):
+        return Counting("positions", inexact=inexact)
+    if name.endswith("ForSemanticSegmentation"):
+        return Counting("pixels", ignore=getattr(config, "semantic_loss_ignore_index", 255), inexact=inexact)
+    if name.endswith("ForCTC"):
+        return Counting(SUM if getattr(config, "ctc_loss_reduction", "sum") == "sum" else "samples")
+    if name.endswith("ForPreTraining") and batch is not None and "next_sentence_label" in batch:
+        return Counting("tokens", inexact=("next sentence loss: a second mean beside the masked tokens'", *inexact))
+    return None
+
+
+def problem_type(config: Any, labels: Tensor) -> str:
+    """The loss that a classification head chooses from its labels, as the host's heads choose it in forward."""
+    if getattr(config, "problem_type", None):
+        return str(config.problem_type)
+    if config.num_labels == 1:
+        return "regression"
+    whole = labels.dtype in (torch.long, torch.int)
+    return "single_label_classification" if whole else "multi_label_classification"
+
+
+def candidates(batch: Mapping[str, Any]) -> Sequence[Counting]:
+    """Rules worth trying for a loss that is not known, the likeliest first."""
+    labels = batch.get("labels")
+    tokens = isinstance(labels, Tensor) and labels.dim() > 1 and not labels.is_floating_point()
+    if tokens:
+        return [Counting("tokens"), Counting("shifted tokens"), Counting("samples"), Counting(SUM)]
+    return [Counting("samples"), Counting(SUM)]
+
+
+def samples(batch: Mapping[str, Any]) -> int:
+    """The batch size: dim 0 of the first tensor."""
+    for value in batch.values():
+        if isinstance(value, Tensor) and value.dim():
+            return int(value.shape[0])
+    return 1
+
+
+def base(model: Any) -> Any:
+    """The host's model inside peft wrappers."""
+    get = getattr(model, "get_base_model", None)
+    return get() if callable(get) else model
+
+
+def _classification(config: Any, batch: Mapping[str, Any] | None) -> str:
+    labels = (batch or {}).get("labels")
+    if not isinstance(labels, Tensor):
+        return "tokens"
+    # single label: the mean skips -100; regression and multi-label: the mean of all values
+    return "tokens" if problem_type(config, labels) == "single_label_classification" else "values"
+
+
+def _positions(batch: Mapping[str, Any]) -> tuple[int, int]:
+    """Start and end positions inside the input [B, L]; those outside are ignored by the head."""
+    length = next(
+        (int(batch[k].shape[1]) for k in ("input_ids", "inputs_embeds") if isinstance(batch.get(k), Tensor)), 0
+    )
+    start, end = (batch.get(name) for name in ("start_positions", "end_positions"))
+    if not isinstance(start, Tensor) or not isinstance(end, Tensor):
+        return 0, 0
+    # the head clamps to [0, L] and ignores L
+    return int((start < length).sum()), int((end < length).sum())
+
+
+def _smoother_shifts(name: str) -> bool:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+
+
+def _auxiliary(config: Any) -> tuple[str, ...]:
+    if getattr(config, "output_router_logits", False):
+        return ("router auxiliary loss: depends on the whole batch",)
+    return ()

@@ -1,0 +1,93 @@
+"""Evaluation and prediction in the Trainer: averaged weights, true means, the data's own order, ranks in step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from integrations.huggingface.collator import PlacedDataset
+from integrations.huggingface.losses import Losses
+
+
+def run(
+    original: Callable[..., Any],
+    trainer: Any,
+    losses: Losses,
+    dataloader: Any,
+    description: str,
+    prediction_loss_only: bool | None = None,
+    ignore_keys: Any = None,
+    metric_key_prefix: str = "eval",
+) -> Any:
+    """The trainer's `evaluation_loop`, with its loss and its order put right."""
+    order = _order(dataloader)
+    metrics = trainer.compute_metrics
+    losses.begin_evaluation()
+    try:
+        if order is not None and metrics is not None:
+            trainer.compute_metrics = lambda prediction, **more: metrics(_reordered(prediction, order), **more)
+        with unprepared(trainer):
+            output = original(dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
+    finally:
+        trainer.compute_metrics = metrics
+    mean = losses.evaluation_mean(trainer.args.device)
+    if mean is not None and f"{metric_key_prefix}_loss" in (output.metrics or {}):
+        output.metrics[f"{metric_key_prefix}_loss"] = mean
+    if order is None:
+        return output
+    return output._replace(predictions=reorder(output.predictions, order), label_ids=reorder(output.label_ids, order))
+
+
+@contextmanager
+def unprepared(trainer: Any) -> Iterator[None]:
+    """Leave no trace of an evaluation outside training.
+
+    The host prepares the model for evaluation only and marks it as prepared; a later `train()` then skips the
+    wrapping for several ranks, and these train apart from each other.
+    """
+    model, accelerator = trainer.model, trainer.accelerator
+    own = vars(model)
+    if trainer.is_in_train or own.get("_is_accelerate_prepared") or trainer.model_wrapped is not model:
+        yield
+        return
+    forward = own.get("forward")
+    try:
+        yield
+    finally:
+        for name in ("_is_accelerate_prepared", "_original_forward", "forward"):
+            own.pop(name, None)
+        if forward is not None:
+            own["forward"] = forward
+        accelerator._models = [m for m in accelerator._models if m is not model]
+
+
+def reorder(nested: Any, order: Sequence[int]) -> Any:
+    """Rows of arrays, also inside tuples and dicts, from the order of visits to the data's own order."""
+    if isinstance(nested, np.ndarray):
+        if nested.ndim == 0 or len(nested) != len(order):
+            return nested
+        back = np.empty(len(order), dtype=np.int64)
+        back[np.asarray(order)] = np.arange(len(order))
+        return nested[back]
+    if isinstance(nested, (list, tuple)):
+        return type(nested)(reorder(part, order) for part in nested)
+    if isinstance(nested, dict):
+        return {key: reorder(part, order) for key, part in nested.items()}
+    return nested
+
+
+def _reordered(prediction: Any, order: Sequence[int]) -> Any:
+    for name in ("predictions", "label_ids", "inputs", "losses"):
+        if getattr(prediction, name, None) is not None:
+            setattr(prediction, name, reorder(getattr(prediction, name), order))
+    if hasattr(prediction, "elements"):
+        prediction.elements = tuple(reorder(part, order) for part in prediction.elements)
+    return prediction
+
+
+def _order(dataloader: Any) -> list[int] | None:
+    dataset = getattr(dataloader, "dataset", None)
+    return dataset.order() if isinstance(dataset, PlacedDataset) and dataset.order is not None else None

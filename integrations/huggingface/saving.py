@@ -1,0 +1,102 @@
+"""Checkpoints of a Trainer: averaged weights in the host's files, raw ones beside them, folders whole or absent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from integrations.huggingface import checkpoints
+from integrations.huggingface.holding import Held
+
+
+class Saving:
+    """Replaces `save_model` and `_save_checkpoint` for one run, and takes a run up again.
+
+    Args:
+        trainer: the host's.
+        session: counts, plan and words.
+        average: the EMA, or None.
+    """
+
+    def __init__(self, trainer: Any, session: Any, average: Any, swapped: Callable[[], Any]) -> None:
+        self.trainer, self.session, self.average, self.swapped = trainer, session, average, swapped
+
+    def save_model(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """The weights that were evaluated are the ones that are saved."""
+        with self.swapped():
+            return original(*args, **kwargs)
+
+    def save_checkpoint(self, original: Callable[..., Any], model: Any, trial: Any) -> None:
+        trainer = self.trainer
+        state, main = trainer.state, trainer.args.should_save
+        run = Path(trainer._get_output_dir(trial=trial))
+        final = run / f"checkpoint-{state.global_step}"
+        pushed: list[Any] = []
+        with checkpoints.unfinished(final, main, trainer.accelerator.wait_for_everyone) as temporary:
+            scoped = Held(trainer)
+            scoped.value("_get_output_dir", lambda trial=None: str(temporary))
+            scoped.value("_push_from_checkpoint", pushed.append)
+            try:
+                original(model, trial)
+            finally:
+                scoped.undo()
+            if state.best_global_step:
+                best = run / f"checkpoint-{state.best_global_step}"
+                if best == final or best.is_dir():
+                    state.best_model_checkpoint = str(best)
+            if main:
+                self._write_state(temporary / final.name)
+                state.save_to_json(str(temporary / final.name / checkpoints.TRAINER_STATE))
+        self.session.report.checkpoints.append(final.name)
+        if pushed:
+            trainer._push_from_checkpoint(str(final))
+        if main:
+            _rotate(trainer, run)
+
+    def _write_state(self, folder: Path) -> None:
+        average = self.average
+        torch.save(
+            {
+                "raw": average.live() if average is not None else {},
+                "average_updates": average.updates if average is not None else 0,
+                "counts": self.session.counts(),
+                "plan": self.session.planner.plan.as_dict(),
+            },
+            folder / checkpoints.STATE,
+        )
+
+    def resume(self, checkpoint: Path, plan: Callable[[dict[str, str]], Any]) -> None:
+        """The host has loaded what it saved; put back what it left out."""
+        path = checkpoint / checkpoints.STATE
+        if not path.is_file():
+            if self.average is not None:
+                self.session.warn(f"{checkpoint.name} was saved without ema; the average starts from its weights")
+            return
+        state = torch.load(path, map_location="cpu", weights_only=True)
+        self.session.set_counts(state["counts"])
+        self.session.planner.resume(plan(state["plan"]), self.session.updates)
+        if not state["raw"]:
+            return
+        if self.average is not None:
+            self.average.resume(state["raw"], state["average_updates"])
+            return
+        self.session.warn(f"{checkpoint.name} holds averaged weights and ema is off: its raw weights are taken")
+        model = self.trainer.accelerator.unwrap_model(self.trainer.model)
+        live = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        with torch.no_grad():
+            for name, tensor in state["raw"].items():
+                live[name].copy_(tensor)
+
+
+def _rotate(trainer: Any, run: Path) -> None:
+    from transformers.trainer_utils import rotate_checkpoints
+
+    rotate_checkpoints(
+        output_dir=str(run),
+        save_total_limit=trainer.args.save_total_limit,
+        best_model_checkpoint=trainer.state.best_model_checkpoint,
+        use_mtime=True,
+    )

@@ -1,0 +1,124 @@
+"""A window of the Trainer, event by event: fetched, counted, weighed, put right, stepped."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from integrations.huggingface import counting
+from integrations.huggingface.layout import Layout
+from integrations.huggingface.losses import Losses
+
+INPUTS = ("input_ids", "pixel_values", "input_values", "input_features", "inputs_embeds")
+
+
+class Windows:
+    """Answers what the host calls between two updates.
+
+    Args:
+        trainer: the host's.
+        session: answers the seam.
+        losses: weights of the micro-batches.
+        layout: precision and memory format in force.
+        keep: True keeps the micro-batches of the latest window (batchnorm=precise).
+    """
+
+    def __init__(self, trainer: Any, session: Any, losses: Losses, layout: Layout, keep: bool) -> None:
+        self.trainer, self.session, self.losses, self.layout, self.keep = trainer, session, losses, layout, keep
+        self.micro_batches: list[Any] = []
+        self.outcome: Any = None
+        self.host_scaled = trainer.loss_is_scaled_for_ga
+        self._left = 0  # micro-batches of the window that are still to come
+
+    def get_batch_samples(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self.session.idle()
+        found = original(*args, **kwargs)
+        self._left = len(found[0])
+        if self.keep:
+            self.micro_batches = list(found[0])
+        return found
+
+    def count(self, original: Callable[..., Any], batches: list[Any], device: torch.device) -> Any:
+        """`_get_num_items_in_batch` of a window."""
+        losses = self.losses
+        if not losses.known and batches:
+            self._set_problem_type(batches[0])
+            losses.find_rule(batches, self.layout.compute_loss)
+        found = losses.begin_window(original, batches, device)
+        # the host divides a loss by K unless it is told that it is scaled already
+        self.trainer.loss_is_scaled_for_ga = True if losses.weighs else self.host_scaled
+        return found
+
+    def _set_problem_type(self, batch: Any) -> None:
+        """Heads write it into their config in the first forward, which would make the compiler start again."""
+        model = counting.base(self.trainer.accelerator.unwrap_model(self.trainer.model))
+        labels = batch.get("labels") if isinstance(batch, counting.Mapping) else None
+        head = re.search(r"For(Sequence|Image|Video|Audio)Classification$", type(model).__name__)
+        if isinstance(labels, Tensor) and head and getattr(model.config, "problem_type", "") is None:
+            model.config.problem_type = counting.problem_type(model.config, labels)
+
+    def training_step(self, original: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        session, named = self.session, isinstance(inputs, counting.Mapping)
+        first = session.window.empty
+        session.micro_batch(counting.samples(inputs) if named else 1)
+        main = next((inputs[name] for name in INPUTS if isinstance(inputs.get(name), Tensor)), None) if named else None
+        if main is not None:
+            session.shape(main.shape, _padding(inputs.get("attention_mask")))
+        if first and main is not None and self.losses.weighs:
+            model.train()
+            session.training_mode()
+            session.plan_window(self.layout.at(dict(inputs)), self._to_come(), main.shape)
+        loss = original(model, inputs, *args, **kwargs)
+        self._left -= 1
+        if self._left:
+            session.idle()
+        return loss
+
+    def _to_come(self) -> int:
+        state = self.trainer.state
+        return max(state.max_steps - state.global_step, 1) * int(self.session.window.expected)
+
+    def compute_loss(self, original: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        self.session.training_mode()  # the host has just set it
+        return self.losses.training_loss(original, model, self.layout.laid_out(inputs), *args, **kwargs)
+
+    # -- the update --------------------------------------------------------------------------------------------
+
+    def get_grad_norm(self, original: Callable[..., Any], model: Any, grad_norm: Any = None) -> Any:
+        """The host asks for the norm once a window, after the last backward: the moment to put gradients right."""
+        self.outcome = self.session.prepare()
+        return self.outcome.norm
+
+    def before_step(self) -> None:
+        """on_pre_optimizer_step. Without gradients the host's step moves nothing; a scaler skips by itself."""
+        if self.outcome is None or self.outcome.stepped:
+            return
+        for number in self.losses.not_finite():
+            step = self.trainer.state.global_step + 1
+            self.session.warn(f"step {step}: the loss of micro-batch {number} is not finite")
+        if self.session.update.scaler is None:
+            for parameter in self.session.update.parameters():
+                parameter.grad = None
+            self.trainer.optimizer._is_overflow = True  # so the host leaves its schedule alone too
+
+    def after_step(self) -> None:
+        """on_optimizer_step."""
+        if self.outcome is not None:
+            self.session.update.finish(self.outcome)
+            self.session.closed(self.outcome)
+
+    def step_ended(self) -> None:
+        """on_step_end."""
+        if self.outcome is not None and not self.outcome.stepped and self.session.update.scaler is None:
+            self.trainer.optimizer._is_overflow = False
+        self.outcome = None
+
+
+def _padding(mask: Any) -> int:
+    """Tokens that a mask [B, L] on the CPU hides; on a device the sum would make the host wait."""
+    here = isinstance(mask, Tensor) and mask.dim() == 2 and mask.device.type == "cpu"
+    return mask.numel() - int(mask.sum()) if here else 0

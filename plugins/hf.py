@@ -1,0 +1,136 @@
+"""`Trainer(callbacks=[AccelCallback])`: the Hugging Face plug.
+
+Composes the core's session with the adapter of the host; holds no host internals itself.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from torch import nn
+from transformers import TrainerCallback
+
+from integrations.huggingface.adapter import Adapter
+from integrations.huggingface.holding import adding_trainer, find_trainer
+from integrations.seam import UnsupportedRun
+from plugins.config import AccelConfig
+from plugins.core.batchnorm import reestimate
+from plugins.core.checkpoint import seed_everything
+from plugins.core.compile import CompileRefused
+from plugins.core.ema import EMA
+from plugins.core.plan import Plan
+from plugins.core.planfile import PlanError, read_switches
+from plugins.core.precision import Unsupported
+from plugins.core.report import versions
+from plugins.core.session import Session
+from plugins.errors import AccelError
+
+logger = logging.getLogger("plugins")
+
+REFUSALS = (UnsupportedRun, CompileRefused, PlanError, Unsupported)
+"""What the core and the adapter refuse, in one line each."""
+
+
+class AccelCallback(TrainerCallback):
+    """Exact accumulation, buckets, compile in place, EMA and atomic checkpoints for a Trainer.
+
+    Args:
+        config: a YAML file of settings, or None for `accel.yaml` where there is one.
+        options: fields of `AccelConfig`; they win over the file and the environment.
+
+    Raises:
+        AccelError: an unknown field, a bad value, or a contradiction with TrainingArguments; one line.
+    """
+
+    def __init__(self, config: str | None = None, **options: Any) -> None:
+        self.config = AccelConfig(config, **options)
+        self.adapter: Adapter | None = None
+        self.session: Session | None = None
+        # `trainer.add_callback(AccelCallback)` builds the callback below the trainer's own frame
+        trainer = adding_trainer()
+        if trainer is not None:
+            self._attach(trainer)
+
+    @property
+    def report(self) -> dict[str, Any]:
+        """The report of the run at hand or of the last one, as in `accel_report.json`."""
+        if self.session is None:
+            raise AccelError("report: there was no run yet; call trainer.train() first")
+        return self.session.report.data()
+
+    def detach(self) -> None:
+        """Take everything off the trainer; it is the host's own again."""
+        if self.adapter is not None:
+            self.adapter.detach()
+            self.adapter = None
+
+    # -- events of the host ------------------------------------------------------------------------------------
+
+    def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._attach(find_trainer())
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        # added as an instance after the trainer was built: no event came before this one
+        self._attach(find_trainer())
+        assert self.adapter is not None
+        try:
+            self.adapter.begin()
+        except REFUSALS as error:
+            raise AccelError(str(error)) from None
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.adapter is not None:
+            self.adapter.windows.before_step()
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.adapter is not None:
+            self.adapter.windows.after_step()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.adapter is not None:
+            self.adapter.windows.step_ended()
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.adapter is not None:
+            self.adapter.finish()
+
+    # -- parts -------------------------------------------------------------------------------------------------
+
+    def _attach(self, trainer: Any) -> None:
+        if trainer is None:
+            raise AccelError("AccelCallback: no Trainer found; pass it in Trainer(callbacks=[AccelCallback])")
+        if self.adapter is not None and self.adapter.trainer is trainer:
+            return
+        self.detach()
+        _check_plan(self.config)
+        tools = SimpleNamespace(
+            config=self.config,
+            average=self._average,
+            reestimate=reestimate,
+            seed=seed_everything,
+            plan=Plan.from_dict,
+        )
+        try:
+            self.adapter = Adapter(trainer, self, self._new_session, tools)
+        except REFUSALS as error:
+            raise AccelError(str(error)) from None
+
+    def _new_session(self) -> Session:
+        self.session = Session(self.config, "huggingface", logger.warning)
+        self.session.report.versions = versions("transformers", "accelerate", "datasets", "peft")
+        return self.session
+
+    def _average(self, model: nn.Module) -> EMA | None:
+        return None if isinstance(self.config.ema, str) else EMA(model, self.config.ema)
+
+
+def _check_plan(config: AccelConfig) -> None:
+    """A plan file that cannot be read is refused before the run begins."""
+    if isinstance(config.plan, Path):
+        try:
+            read_switches(config.plan)
+        except PlanError as error:
+            raise AccelError(str(error)) from None

@@ -1,0 +1,124 @@
+"""What two ranks run under `torchrun --nproc_per_node=2`; rank 0 writes what it found to the file named first."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.huggingface.heads import HEADS, batch_for
+from tests.huggingface.runs import losses, trainer_for
+
+SPLITS = ((5, 1), (3, 2), (1, 5))
+"""Samples a micro-batch, micro-batches an update."""
+
+
+def gradients(folder: Path) -> dict[str, Any]:
+    """Every head and split: the gradient of one update, the logged loss, eval_loss before and the all-reduces."""
+    found: dict[str, Any] = {}
+    for head in HEADS:
+        for micro, accumulate in SPLITS:
+            trainer, spy = trainer_for(
+                head,
+                folder,
+                2 * micro * accumulate,
+                options={"batchnorm": "freeze"},
+                per_device_train_batch_size=micro,
+                per_device_eval_batch_size=3,
+                gradient_accumulation_steps=accumulate,
+                max_steps=1,
+            )
+            evaluation = trainer.evaluate()["eval_loss"] if accumulate == 2 else None
+            trainer.train()
+            found[f"{head} {micro}x{accumulate}"] = {
+                "gradients": spy.gradients[0],
+                "loss": losses(trainer)[0],
+                "eval_loss": evaluation,
+            }
+    return found
+
+
+def in_step(folder: Path) -> dict[str, Any]:
+    """`evaluate()` first, then three updates of four micro-batches: reductions an update, and the ranks' distance."""
+    calls: list[int] = []
+
+    def hook(state, bucket):  # torch checks annotations here, and these are strings in this file
+        calls.append(1)
+        return dist.algorithms.ddp_comm_hooks.default_hooks.allreduce_hook(None, bucket)
+
+    trainer, spy = trainer_for(
+        "bert-token",
+        folder,
+        24,
+        options={"ema": 0.5},
+        per_device_train_batch_size=1,
+        gradient_accumulation_steps=4,
+        max_steps=3,
+        save_strategy="steps",
+        save_steps=2,
+    )
+    trainer.evaluate()
+    original = trainer._prepare_for_training
+
+    def prepared(*args: Any, **kwargs: Any) -> Any:
+        model, loader = original(*args, **kwargs)
+        model.register_comm_hook(None, hook)
+        return model, loader
+
+    trainer._prepare_for_training = prepared
+    trainer.train()
+    flat = torch.cat([t.flatten().float() for t in spy.weights[-1].values()])
+    both = [torch.empty_like(flat) for _ in range(2)]
+    dist.all_gather(both, flat)
+    left = sorted(path.name for path in folder.iterdir())
+    return {"reductions": len(calls), "apart": float((both[0] - both[1]).abs().max()), "files": left}
+
+
+def buckets(folder: Path) -> dict[str, Any]:
+    """Shapes that each rank sees a step, and the gradient of an epoch in one update with a ragged tail."""
+    batch = batch_for("bert-token", 23, uneven=True)
+    rows = [
+        {"input_ids": ids[: int(mask.sum())].tolist(), "labels": labels[: int(mask.sum())].tolist()}
+        for ids, mask, labels in zip(batch["input_ids"], batch["attention_mask"], batch["labels"], strict=True)
+    ]
+    from tests.huggingface.text import TokenRows, pad
+
+    trainer, spy = trainer_for(
+        "bert-token",
+        folder,
+        23,
+        options={"buckets": [4, 8, 12]},
+        batch=TokenRows(rows),
+        per_device_train_batch_size=2,
+        per_device_eval_batch_size=3,
+        gradient_accumulation_steps=6,
+        max_steps=1,
+        train_sampling_strategy="random",
+        extra={"data_collator": pad, "compute_metrics": lambda p: {"rows": len(p.predictions)}},
+    )
+    shapes: list[Any] = []
+    step = trainer.training_step
+    trainer.training_step = lambda model, inputs, *a: (
+        shapes.append(list(inputs["input_ids"].shape)),
+        step(model, inputs, *a),
+    )[1]  # type: ignore[func-returns-value]
+    evaluation = trainer.evaluate()
+    trainer.train()
+    every: list[Any] = [None, None]
+    dist.all_gather_object(every, shapes)
+    return {"shapes": every, "gradients": spy.gradients[0], "loss": losses(trainer)[0], "eval": evaluation}
+
+
+def main() -> None:
+    target, names = Path(sys.argv[1]), sys.argv[2:]
+    found = {name: globals()[name](target.parent / name) for name in names}
+    if dist.get_rank() == 0:
+        torch.save(found, target)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

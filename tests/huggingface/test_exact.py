@@ -1,0 +1,116 @@
+"""N micro-batches give the gradient, the logged loss and the eval_loss of one batch, for every head (case 47688)."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests import reference
+from tests.huggingface.heads import HEADS, batch_for, model_for
+from tests.huggingface.ranks import SPLITS
+from tests.huggingface.runs import losses, report, trainer_for
+
+ROOT = Path(__file__).parents[2]
+GRADIENT = 1e-6
+
+
+@cache
+def right(head: str, size: int):
+    """Gradient and loss of one plain batch of `size` rows, BatchNorm held."""
+    batch = batch_for(head, size, uneven=True)
+
+    def loss(model, rows):
+        for module in model.modules():
+            if isinstance(module, torch.nn.BatchNorm2d):
+                module.eval()
+        return model(**rows).loss
+
+    model = model_for(head)
+    with torch.no_grad():
+        evaluation = float(model_for(head).eval()(**batch).loss)
+    return reference.gradients(model, batch, loss), float(loss(model, batch).detach()), evaluation
+
+
+@pytest.mark.parametrize(("micro", "accumulate"), SPLITS)
+@pytest.mark.parametrize("head", HEADS)
+def test_one_process(head, micro, accumulate, tmp_path):
+    size = micro * accumulate
+    trainer, spy = trainer_for(
+        head,
+        tmp_path,
+        size,
+        options={"batchnorm": "freeze"},
+        per_device_train_batch_size=micro,
+        per_device_eval_batch_size=2,
+        gradient_accumulation_steps=accumulate,
+        max_steps=1,
+    )
+    gradients, loss, evaluation = right(head, size)
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(evaluation, rel=2e-6)
+    trainer.train()
+    assert reference.difference(spy.gradients[0], gradients) <= GRADIENT
+    assert losses(trainer) == [pytest.approx(loss, rel=2e-6)]
+    norm = next(e["grad_norm"] for e in trainer.state.log_history if "grad_norm" in e)
+    assert norm == pytest.approx(float(torch.nn.utils.get_total_norm(gradients.values())), rel=1e-5)
+    facts = report(tmp_path)["window"]
+    assert (facts["updates"], facts["exact"], facts["approximate_terms"]) == (1, True, [])
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory):
+    """Everything that needs two ranks, in one launch."""
+    target = tmp_path_factory.mktemp("ranks") / "found.pt"
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc_per_node=2",
+        "--rdzv_backend=c10d",
+        "--rdzv_endpoint=localhost:0",
+        "-m",
+        "tests.huggingface.ranks",
+        str(target),
+        "gradients",
+        "in_step",
+        "buckets",
+    ]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "ACCELERATE_USE_CPU": "true"}
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return torch.load(target, weights_only=False)
+
+
+@pytest.mark.parametrize(("micro", "accumulate"), SPLITS)
+@pytest.mark.parametrize("head", HEADS)
+def test_two_ranks(head, micro, accumulate, two_ranks):
+    found = two_ranks["gradients"][f"{head} {micro}x{accumulate}"]
+    gradients, loss, evaluation = right(head, 2 * micro * accumulate)
+    assert reference.difference(found["gradients"], gradients) <= GRADIENT
+    assert found["loss"] == pytest.approx(loss, rel=2e-6)
+    if found["eval_loss"] is not None:
+        assert found["eval_loss"] == pytest.approx(evaluation, rel=2e-6)
+
+
+def test_ranks_stay_in_step_and_reduce_once_an_update(two_ranks):
+    found = two_ranks["in_step"]
+    assert found["apart"] == 0.0
+    assert found["reductions"] == 3
+    assert found["files"] == ["accel_report.html", "accel_report.json", "checkpoint-2", "checkpoint-3"]
+
+
+def test_ranks_see_the_same_bucket_and_the_ragged_tail_is_exact(two_ranks):
+    found = two_ranks["buckets"]
+    first, second = found["shapes"]
+    assert [shape[1] for shape in first] == [shape[1] for shape in second]
+    assert sum(shape[0] for shape in first + second) == 23
+    gradients, loss, evaluation = right("bert-token", 23)
+    assert reference.difference(found["gradients"], gradients) <= GRADIENT
+    assert found["loss"] == pytest.approx(loss, rel=2e-6)
+    assert found["eval"]["eval_loss"] == pytest.approx(evaluation, rel=2e-6)
+    assert found["eval"]["eval_rows"] == 23
