@@ -1,1 +1,1 @@
-"""What the project knows of each host: where its loop can be held, its formats, its faults. Imports no plug."""
+"""What we know of each host: where its loop can be held, its formats, its faults. Never imports `plugins`."""

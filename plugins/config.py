@@ -194,9 +194,7 @@ def _read_file(config: str | Path | None) -> dict[str, Any]:
 
 
 def _read_env() -> dict[str, str]:
-    return {
-        key[len(ENV_PREFIX) :].lower(): value for key, value in os.environ.items() if key.startswith(ENV_PREFIX)
-    }
+    return {key[len(ENV_PREFIX) :].lower(): value for key, value in os.environ.items() if key.startswith(ENV_PREFIX)}
 
 
 def _one_line(error: ValidationError) -> str:

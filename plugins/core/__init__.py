@@ -1,0 +1,1 @@
+"""The shared core: imports torch and no host."""

@@ -1,0 +1,183 @@
+"""Files that are old or new, never half; random state; the state that a host's own checkpoint leaves out.
+
+The extra state lies beside the host's checkpoint, in a file that carries the checkpoint's SHA-256. It is written
+first and under its own name, and older ones are removed after the checkpoint took its place: a kill at any instant
+leaves a checkpoint together with the state that belongs to it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import random
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+
+SUFFIX = ".accel"
+
+
+class AtomicPath(type(Path())):  # type: ignore[misc]
+    """A path whose `write_bytes` is atomic, and whose children (`path / name`) are such paths too."""
+
+    def write_bytes(self, data: Any) -> int:
+        view = memoryview(data)
+        write_atomically(self, lambda file: file.write(view))
+        return len(view)
+
+
+def write_atomically(path: Path, write: Callable[[BinaryIO], Any]) -> None:
+    """Write a file so that it is the old one or the new one at every instant, also after a power cut.
+
+    Raises:
+        OSError: disk full, read-only, ...; the old file is untouched, the unfinished one removed, and the message
+            names the file.
+    """
+    path = Path(path)
+    try:
+        handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
+    except OSError as error:
+        raise OSError(error.errno, f"{error.strerror}: cannot write", str(path)) from error
+    try:
+        with os.fdopen(handle, "wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        _keep_mode(path, name)
+        Path(name).replace(path)
+    except BaseException as error:
+        Path(name).unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            raise OSError(error.errno, f"{error.strerror}: cannot write", str(path)) from error
+        raise
+    _sync_folder(path.parent)
+
+
+def sweep(folder: Path) -> None:
+    """Remove unfinished files that a killed process left."""
+    for left in folder.glob(".*.tmp"):
+        left.unlink(missing_ok=True)
+
+
+def clean_key(key: str) -> str:
+    """A state-dict key without what compile and parallel wrappers put in front."""
+    return key.replace("_orig_mod.", "").removeprefix("module.")
+
+
+def unwrap(model: torch.nn.Module) -> torch.nn.Module:
+    """The host's own module inside DistributedDataParallel and an `OptimizedModule`."""
+    while True:
+        inner = getattr(model, "_orig_mod", None)
+        if inner is None and isinstance(model, torch.nn.parallel.DistributedDataParallel):
+            inner = model.module
+        if inner is None:
+            return model
+        model = inner
+
+
+def digest(path: Path) -> str:
+    """SHA-256 of a file, hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def beside(checkpoint: Path, identity: str) -> Path:
+    """Where the extra state of this checkpoint lies: `last.0123456789ab.accel`."""
+    return checkpoint.with_name(f"{checkpoint.stem}.{identity[:12]}{SUFFIX}")
+
+
+def save_beside(checkpoint: Path, data: bytes, state: Mapping[str, Any]) -> Path:
+    """Write the extra state that belongs to a checkpoint about to hold `data`; returns its path."""
+    identity = hashlib.sha256(data).hexdigest()
+    target = beside(checkpoint, identity)
+    buffer = io.BytesIO()
+    torch.save({"checkpoint": identity, **state}, buffer)
+    write_atomically(target, lambda file: file.write(buffer.getbuffer()))
+    return target
+
+
+def load_beside(checkpoint: Path) -> dict[str, Any] | None:
+    """The extra state that belongs to this very checkpoint, or None (a host's own, or one written by another run)."""
+    identity = digest(checkpoint)
+    target = beside(checkpoint, identity)
+    if not target.is_file():
+        return None
+    state = torch.load(target, map_location="cpu", weights_only=True)
+    return dict(state) if state.get("checkpoint") == identity else None
+
+
+def drop_beside(checkpoint: Path, keep: Path | None = None) -> None:
+    """Remove the extra state of earlier writes of this checkpoint."""
+    for old in checkpoint.parent.glob(f"{checkpoint.stem}.*{SUFFIX}"):
+        if old != keep:
+            old.unlink(missing_ok=True)
+
+
+def random_state() -> dict[str, Any]:
+    """Python, NumPy, torch and CUDA generators, as values that `weights_only` loading allows."""
+    version, numbers, gauss = random.getstate()
+    state: dict[str, Any] = {
+        "python": [version, list(numbers), gauss],
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+    }
+    try:
+        import numpy
+    except ImportError:
+        return state
+    kind, keys, position, has_gauss, cached = numpy.random.get_state(legacy=True)
+    state["numpy"] = [kind, torch.from_numpy(numpy.asarray(keys).astype("int64")), position, has_gauss, cached]
+    return state
+
+
+def set_random_state(state: Mapping[str, Any]) -> None:
+    version, numbers, gauss = state["python"]
+    random.setstate((version, tuple(numbers), gauss))
+    torch.set_rng_state(state["torch"].cpu())
+    if state["cuda"] and torch.cuda.is_available() and len(state["cuda"]) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all(state["cuda"])
+    if "numpy" in state:
+        import numpy
+
+        kind, keys, position, has_gauss, cached = state["numpy"]
+        numpy.random.set_state((kind, keys.numpy().astype("uint32"), position, has_gauss, cached))
+
+
+def seed_everything(seed: int) -> None:
+    """All generators of this process; loader workers derive theirs from torch's."""
+    random.seed(seed)
+    torch.manual_seed(seed)
+    try:
+        import numpy
+
+        numpy.random.seed(seed % 2**32)
+    except ImportError:
+        pass
+
+
+def _keep_mode(path: Path, temporary: str) -> None:
+    """A temporary file is private; give the result the mode that an ordinary write would have given."""
+    if path.exists():
+        mode = path.stat().st_mode & 0o777
+    else:
+        mask = os.umask(0)
+        os.umask(mask)
+        mode = 0o666 & ~mask
+    Path(temporary).chmod(mode)
+
+
+def _sync_folder(folder: Path) -> None:
+    try:
+        handle = os.open(folder, os.O_RDONLY)
+    except OSError:
+        return  # Windows cannot open a folder
+    try:
+        os.fsync(handle)
+    except OSError:
+        pass
+    finally:
+        os.close(handle)

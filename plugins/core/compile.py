@@ -1,0 +1,192 @@
+"""Compile in place, outside autocast, with a way back.
+
+`module._compiled_call_impl` is what `Module.compile()` sets: keys, class, `isinstance`, deepcopy and pickles stay the
+host's own. Ours wraps it, because marks must be put on outside the compiled region, an error from any part of the
+compiler must end in an eager run and not in a dead one, and a budget of graphs must hold.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch._functorch.config as functorch_config
+from torch import nn
+
+from plugins.core.shapes import Marker
+
+CUDA_GRAPH_MODES = ("reduce-overhead", "max-autotune")
+
+
+class CompileRefused(ValueError):
+    """Compile was asked where it cannot be right; the message is the reason."""
+
+
+class InPlace:
+    """One module whose calls go through torch.compile, until an error or `undo`.
+
+    Args:
+        module: stays the object it is.
+        takes: which calls to compile; others run eagerly (a host may call the same module with a dict).
+        marker: marks the varying dimension before each call.
+        limit: graphs that torch may keep for this module.
+        isolate: give the module a graph cache of its own (whole models); identical blocks share one instead.
+        give_up: told the reason, once, when the module goes back to eager.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        backend: str | Callable[..., Any] = "inductor",
+        mode: str = "default",
+        dynamic: bool | None = None,
+        limit: int = 8,
+        isolate: bool = True,
+        marker: Marker | None = None,
+        takes: Callable[[tuple[Any, ...]], bool] = lambda args: True,
+        give_up: Callable[[str], None] = lambda reason: None,
+    ) -> None:
+        refuse_inside_autocast()
+        self.module, self.marker, self.takes, self.give_up = module, marker or Marker(), takes, give_up
+        self._arguments: dict[str, Any] = {
+            "backend": backend,
+            "dynamic": dynamic,
+            "recompile_limit": limit,
+            "isolate_recompiles": isolate,
+        }
+        if mode != "default" and backend == "inductor":
+            self._arguments["mode"] = mode
+        self.active = False
+        self._compiled: Callable[..., Any] = self._build()
+
+    def install(self) -> None:
+        self.module._compiled_call_impl = self
+        self.active = True
+
+    def undo(self) -> None:
+        """Back to eager; the module is as it was."""
+        if self.module.__dict__.get("_compiled_call_impl") is self:
+            del self.module._compiled_call_impl
+        self.active = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.active or not self.takes(args):
+            return self.module._call_impl(*args, **kwargs)
+        while True:
+            self.marker.mark(*args, **kwargs)
+            try:
+                with _compile_settings(quiet=self.marker.way == "strict"):
+                    return self._compiled(*args, **kwargs)
+            except torch.OutOfMemoryError:
+                raise  # memory is the host's to handle: it may retry with a smaller batch
+            except Exception as error:
+                if "out of memory" in str(error).lower():
+                    raise
+                if _is_about_marks(error) and self.marker.relax():
+                    self.marker.clear(*args, **kwargs)
+                    self._compiled = self._build()
+                    continue
+                self.undo()
+                self.give_up(_first_line(error))
+                # A mistake that is not the compiler's comes again here, as the host's own error.
+                return self.module._call_impl(*args, **kwargs)
+
+    def _build(self) -> Callable[..., Any]:
+        return torch.compile(self.module._call_impl, **self._arguments)
+
+
+def refuse_inside_autocast() -> None:
+    """torch.compile called while autocast is active bakes the casts in and gave NaN: refuse with the reason."""
+    for device in ("cpu", "cuda"):
+        if torch.is_autocast_enabled(device):
+            raise CompileRefused(
+                f"compile was asked inside an active autocast ({device}): compile first, then call inside autocast"
+            )
+
+
+def missing_compiler(device: torch.device, backend: str | Callable[..., Any]) -> str:
+    """Why inductor cannot work here, or an empty string. Found before the first step, not in it."""
+    if backend != "inductor":
+        return ""
+    try:
+        if device.type == "cpu":
+            from torch._inductor.cpp_builder import get_cpp_compiler
+
+            get_cpp_compiler()
+        elif device.type == "cuda":
+            from torch.utils._triton import has_triton
+
+            if not has_triton():
+                return "no working Triton found"
+    except Exception as error:
+        return f"no C++ compiler found: {_first_line(error)}"
+    return ""
+
+
+def regions(model: nn.Module, least: int = 2) -> list[nn.Module]:
+    """The repeated blocks of a model: modules of one class and structure that stand in one ModuleList.
+
+    Returns the blocks of every ModuleList or Sequential whose `least` or more children look alike.
+    """
+    found: list[nn.Module] = []
+    for parent in model.modules():
+        if isinstance(parent, (nn.ModuleList, nn.Sequential)) and len(parent) >= least:
+            shapes = {(type(child), tuple(tuple(p.shape) for p in child.parameters())) for child in parent}
+            if len(shapes) == 1 and next(iter(shapes))[1]:
+                found.extend(parent)
+    inner = {id(m) for block in found for m in block.modules() if m is not block}
+    return [block for block in found if id(block) not in inner]
+
+
+def matching(model: nn.Module, patterns: list[str], exclude: list[str]) -> list[nn.Module]:
+    """Modules whose name matches one of `patterns` (fnmatch) and none of `exclude`."""
+    return [
+        module
+        for name, module in model.named_modules()
+        if any(fnmatch.fnmatch(name, p) for p in patterns) and not any(fnmatch.fnmatch(name, p) for p in exclude)
+    ]
+
+
+def preallocate_gradients(model: nn.Module) -> None:
+    """Give every trainable parameter a zeroed gradient outside capture.
+
+    A gradient allocated inside a CUDA graph's pool is overwritten by the next replay, which loses an accumulated
+    window; one that exists before is added to in place. Keep it with `zero_grad(set_to_none=False)`.
+    """
+    for parameter in model.parameters():
+        if parameter.requires_grad and parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+
+
+@contextmanager
+def _compile_settings(quiet: bool) -> Iterator[None]:
+    """Settings of a lazy compile: backward outside autocast, lowered at once so that its errors come here."""
+    patch = functorch_config.patch(backward_pass_autocast="off", force_non_lazy_backward_lowering=True)
+    with patch, _without_log("torch._guards") if quiet else nullcontext():
+        yield
+
+
+@contextmanager
+def _without_log(name: str) -> Iterator[None]:
+    """A strict mark that fails prints a page of stack; the fall to the next way is our own line to tell."""
+    logger = logging.getLogger(name)
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
+
+
+def _is_about_marks(error: Exception) -> bool:
+    text = f"{type(error).__name__} {error}"
+    return "ConstraintViolation" in text or "mark_dynamic" in text or "specialized it to be a constant" in text
+
+
+def _first_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {' '.join(lines[:2])}"[:300]

@@ -1,0 +1,79 @@
+"""Exponential moving average of a model's weights, moved once an update and only by updates that happened.
+
+Parameters are averaged, tied parameters once. Floating buffers are averaged (BatchNorm's running statistics then
+belong to the averaged weights); integer buffers are copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class EMA:
+    """Shadow of a model: `shadow = decay * shadow + (1 - decay) * live`, at `decay` in (0, 1).
+
+    With `ramp` the decay starts at 1 / 10 and approaches its value as (1 + n) / (10 + n), so that a short run
+    is not ruled by its starting weights.
+    """
+
+    def __init__(self, model: nn.Module, decay: float, ramp: bool = True) -> None:
+        self.decay, self.ramp, self.updates = decay, ramp, 0
+        self._live = _tensors(model)
+        self._shadow = {name: tensor.detach().clone() for name, tensor in self._live.items()}
+
+    @torch.no_grad()
+    def update(self) -> None:
+        self.updates += 1
+        decay = min(self.decay, (1 + self.updates) / (10 + self.updates)) if self.ramp else self.decay
+        pairs = [(self._shadow[n], t.detach()) for n, t in self._live.items() if t.is_floating_point()]
+        torch._foreach_lerp_([s for s, _ in pairs], [t for _, t in pairs], 1 - decay)
+        for name, tensor in self._live.items():
+            if not tensor.is_floating_point():
+                self._shadow[name].copy_(tensor)
+
+    @contextmanager
+    def swapped(self) -> Iterator[None]:
+        """Inside, the model holds the averaged weights. Values move, storages stay, so compiled code holds."""
+        self._swap()
+        try:
+            yield
+        finally:
+            self._swap()
+
+    @torch.no_grad()
+    def _swap(self) -> None:
+        for name, tensor in self._live.items():
+            kept = tensor.detach().clone()
+            tensor.copy_(self._shadow[name])
+            self._shadow[name].copy_(kept)
+
+    @torch.no_grad()
+    def reseed(self) -> None:
+        """Start the shadow again from the live weights (after they were loaded)."""
+        for name, tensor in self._live.items():
+            self._shadow[name].copy_(tensor)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"updates": self.updates, "shadow": {n: t.detach() for n, t in self._shadow.items()}}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.updates = int(state["updates"])
+        for name, tensor in state["shadow"].items():
+            self._shadow[name].copy_(tensor)
+
+
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers by name; a tied one under its first name only."""
+    seen: set[int] = set()
+    found: dict[str, Tensor] = {}
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            found[name] = tensor
+    return found

@@ -1,0 +1,100 @@
+"""The report as a page that a person reads: one sentence a finding, tables, pictures. No script, no network."""
+
+from __future__ import annotations
+
+import io
+from typing import TYPE_CHECKING, Any
+
+from jinja2 import Environment
+
+if TYPE_CHECKING:
+    from plugins.core.report import Series
+
+_PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><title>accel report: {{ r.host }}</title>
+<style>
+body{font:15px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem;color:#222}
+h1{font-size:1.5rem} h2{font-size:1.1rem;margin:1.6rem 0 .4rem}
+table{border-collapse:collapse} td{padding:.15rem 1rem .15rem 0;vertical-align:top} td:first-child{color:#666}
+.warn{background:#fff3cd;padding:.4rem .8rem;margin:.3rem 0;border-radius:.3rem} svg{max-width:100%;height:auto}
+</style>
+<h1>accel report: {{ r.host }}</h1>
+<p>{{ summary }}</p>
+{% for w in r.warnings %}<div class="warn">{{ w }}</div>{% endfor %}
+{% for picture in pictures %}{{ picture|safe }}{% endfor %}
+{% for title, rows in parts %}<h2>{{ title }}</h2><table>
+{% for name, value in rows %}<tr><td>{{ name }}</td><td>{{ value }}</td></tr>{% endfor %}</table>{% endfor %}
+</html>
+"""
+_PARTS = (
+    "window",
+    "compile",
+    "speed",
+    "memory",
+    "shapes",
+    "gradients",
+    "batchnorm",
+    "ema",
+    "config",
+    "versions",
+)
+
+
+def render(data: dict[str, Any], series: Series | None = None) -> str:
+    """Return the page of a report's data, with pictures where a run's series is given."""
+    parts = [(name, [(k.replace("_", " "), _show(v)) for k, v in data[name].items()]) for name in _PARTS]
+    parts.append(("checkpoints", [(str(i + 1), path) for i, path in enumerate(data["checkpoints"])]))
+    template = Environment(autoescape=True).from_string(_PAGE)
+    return template.render(r=data, parts=parts, summary=summary(data), pictures=_pictures(series))
+
+
+def summary(data: dict[str, Any]) -> str:
+    """One sentence a promise: what the run was, in words."""
+    window, compile_, speed = data["window"], data["compile"], data["speed"]
+    words = [
+        f"{window['updates']} updates of {window['effective_batch']} samples "
+        f"({window['accumulate']} x {window['micro_batch']}), "
+        f"{'exactly the big batch' if window['exact'] else 'approximately the big batch'}."
+    ]
+    if window["approximate_terms"]:
+        words.append(f"Approximate: {', '.join(window['approximate_terms'])}.")
+    if window["skipped_updates"]:
+        words.append(f"{window['skipped_updates']} updates skipped for a non-finite gradient.")
+    words.append(f"Ran {compile_['decision']}: {compile_['reason']}." if compile_["reason"] else "")
+    if speed["step_seconds_median"]:
+        words.append(f"{speed['step_seconds_median']:.3g} s an update.")
+    return " ".join(word for word in words if word)
+
+
+def _show(value: Any) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, list):
+        return ", ".join(str(item) for item in value) or "-"
+    if isinstance(value, dict):
+        return ", ".join(f"{k}: {v}" for k, v in value.items()) or "-"
+    return str(value)
+
+
+def _pictures(series: Series | None) -> list[str]:
+    if series is None or len(series.seconds) < 2:
+        return []
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 4.2), layout="constrained")
+    FigureCanvasSVG(figure)
+    time, norm = figure.subplots(2, 1, sharex=True)
+    time.plot(series.seconds, linewidth=0.9)
+    for update in series.compiled_at:
+        time.axvline(update, color="tab:red", alpha=0.4, linewidth=0.8)
+    time.set_ylabel("s an update")
+    time.set_yscale("log")
+    norm.plot(series.norms, linewidth=0.9, color="tab:green")
+    norm.set_ylabel("gradient norm")
+    norm.set_xlabel("update" + (" (red: compiled)" if series.compiled_at else ""))
+    buffer = io.StringIO()
+    figure.savefig(buffer, format="svg")
+    text = buffer.getvalue()
+    return [text[text.index("<svg") :]]

@@ -1,0 +1,137 @@
+"""The watch: how many graphs were compiled, why, in which phase, and what fell silently back to eager.
+
+Reads torch's own compilation metrics (one row a compile; rows of a backward say so) and listens to the compile
+callbacks for a progress line, so that a first compile of minutes does not look like a frozen bar.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch._dynamo.callback as compile_callbacks
+from torch._dynamo.utils import counters, get_compilation_metrics, set_compilation_metrics_limit
+
+ROWS_KEPT = 4096  # torch keeps 64
+TICK_SECONDS = 1.0
+LIMIT_HIT = "Dynamo recompile limit exceeded"
+
+
+class Watch:
+    """Counts compiles of this process from `start` to `end`.
+
+    `progress(seconds, graphs, done)` is called about once a second while a compile runs, and once after it.
+    """
+
+    def __init__(self, progress: Callable[[float, int, bool], None] | None = None) -> None:
+        self.progress = progress
+        self.phase = "train"
+        self.seconds = 0.0
+        self._phases: list[str] = []
+        self._open = 0
+        self._since = 0.0
+        self._timer: threading.Timer | None = None
+        self._first_row = 0
+        self._breaks: dict[str, int] = {}
+
+    def start(self) -> None:
+        set_compilation_metrics_limit(ROWS_KEPT)
+        self._first_row = len(get_compilation_metrics())
+        self._breaks = dict(counters["graph_break"])
+        compile_callbacks.on_compile_start(self._started)
+        compile_callbacks.on_compile_end(self._ended)
+
+    def end(self) -> None:
+        handler = compile_callbacks.callback_handler
+        for callbacks, ours in (
+            (handler.start_callbacks, self._started),
+            (handler.end_callbacks, self._ended),
+        ):
+            if ours in callbacks:
+                callbacks.remove(ours)
+        self._cancel()
+
+    @contextmanager
+    def in_phase(self, phase: str) -> Iterator[None]:
+        """Compiles inside are counted for `phase` (train, validation)."""
+        before, self.phase = self.phase, phase
+        try:
+            yield
+        finally:
+            self.phase = before
+
+    @property
+    def graphs(self) -> int:
+        """Forward graphs built since `start`."""
+        return sum(1 for row in self._rows() if row.is_forward and row.fail_type is None)
+
+    @property
+    def recompiles(self) -> int:
+        return len(self.recompile_reasons)
+
+    @property
+    def recompile_reasons(self) -> list[str]:
+        return [str(row.recompile_reason) for row in self._rows() if row.is_forward and row.recompile_reason]
+
+    @property
+    def fell_to_eager(self) -> list[str]:
+        """Frames that torch stopped compiling at its limit, and now runs eagerly without a word."""
+        return [
+            f"{row.co_filename}:{row.co_firstlineno} {row.co_name}"
+            for row in self._rows()
+            if str(row.fail_reason or "").startswith(LIMIT_HIT)
+        ]
+
+    @property
+    def graph_breaks(self) -> dict[str, int]:
+        """Graph break reason -> count, since `start`."""
+        now = counters["graph_break"]
+        return {k: n - self._breaks.get(k, 0) for k, n in now.items() if n > self._breaks.get(k, 0)}
+
+    def phases(self) -> dict[str, int]:
+        """Compiles by the phase that they came from."""
+        return {phase: self._phases.count(phase) for phase in sorted(set(self._phases))}
+
+    @staticmethod
+    def cache() -> str:
+        """warm where a compiled graph came from the cache, cold where one was built, empty where none was."""
+        found = counters["inductor"]
+        if found.get("fxgraph_cache_hit"):
+            return "warm"
+        return "cold" if found.get("fxgraph_cache_miss") else ""
+
+    def _rows(self) -> list[Any]:
+        return list(get_compilation_metrics()[self._first_row :])
+
+    def _started(self, _: object) -> None:
+        self._open += 1
+        if self._open == 1:
+            self._since = time.perf_counter()
+            self._phases.append(self.phase)
+            self._tick()
+
+    def _ended(self, _: object) -> None:
+        self._open = max(self._open - 1, 0)
+        if self._open == 0 and self._since:
+            elapsed = time.perf_counter() - self._since
+            self.seconds += elapsed
+            self._cancel()
+            if self.progress is not None and elapsed > TICK_SECONDS:
+                self.progress(self.seconds, self.graphs, True)
+
+    def _tick(self) -> None:
+        if self.progress is None:
+            return
+        if self._timer is not None:  # not at once: a compile of less than a tick needs no line
+            self.progress(time.perf_counter() - self._since + self.seconds, self.graphs, False)
+        self._timer = threading.Timer(TICK_SECONDS, self._tick)
+        self._timer.daemon = True
+        self._timer.start()
+
+    def _cancel(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
