@@ -113,7 +113,7 @@ class Session:
         report.batchnorm.rule = self.config.batchnorm
         report.compile.budget = self.config.recompile_budget
         report.compile.mode = self.config.compile_mode
-        if self.statistics.layers and micro_batch < SMALL_MICRO_BATCH and self.config.batchnorm != "freeze":
+        if self.statistics.layers and 0 < micro_batch < SMALL_MICRO_BATCH and self.config.batchnorm != "freeze":
             report.batchnorm.micro_batch_too_small = True
             self.warn(
                 f"BatchNorm sees micro-batches of {micro_batch} (under {SMALL_MICRO_BATCH}): accumulation cannot make "

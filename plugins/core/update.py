@@ -84,7 +84,7 @@ class Update:
         if unscale and self.scaler is not None and self.scaler.is_enabled():
             self.scaler.unscale_(self.optimizer)
         if self.sync:
-            _average_over_ranks(self.gradients())
+            _add_over_ranks(self.gradients(), mean=not window.weighted)
         self._rescale(window)
         gradients = self.gradients()
         total = torch.nn.utils.get_total_norm(gradients) if gradients else torch.zeros(())
@@ -127,11 +127,12 @@ class Update:
             scale_([p.grad for p in members if p.grad is not None], factor)
 
 
-def _average_over_ranks(gradients: list[Tensor]) -> None:
-    """One all-reduce of all gradients: the mean over ranks, as DistributedDataParallel would give."""
+def _add_over_ranks(gradients: list[Tensor], mean: bool) -> None:
+    """One all-reduce of all gradients: their sum, which the window divides by all ranks' targets; or their mean."""
     if not gradients or not dist.is_initialized() or dist.get_world_size() == 1:
         return
     flat = torch._utils._flatten_dense_tensors(gradients)
     dist.all_reduce(flat)
-    flat /= dist.get_world_size()
+    if mean:
+        flat /= dist.get_world_size()
     torch._foreach_copy_(gradients, list(torch._utils._unflatten_dense_tensors(flat, gradients)))

@@ -118,7 +118,8 @@ class Window:
                 weights[group] = 1.0
                 continue
             if group not in self._power:
-                self._power[group] = _power_of_two(totals.factor(self.expected))
+                # Ranks add their gradients before the factor is known, so their powers must be equal: 1 until then.
+                self._power[group] = _power_of_two(totals.factor(self.expected)) if _world() == 1 else 1.0
             weights[group] = term.weight * self._power[group]
         return weights
 
