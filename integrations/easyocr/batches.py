@@ -75,7 +75,8 @@ class WidthBatches:
         if len(carried):
             # Padded to the smallest edge that holds them all: nothing says that they fill the last bucket.
             widest = int(self.widths[carried].max())
-            edge = int(self.edges[min(np.searchsorted(self.edges, widest), len(self.edges) - 1)])
+            place = min(int(np.searchsorted(self.edges, widest)), len(self.edges) - 1)
+            edge = int(self.edges[place])
             batches.append(Batch(tuple(map(int, carried)), edge, number))
         order = rng.permutation(len(batches))
         return [batches[i] for i in order]
@@ -105,8 +106,6 @@ class WidthBatches:
         used, count = self.used[k], self.drawn[k]
         start = number * count
         first, last = start // used, (start + count - 1) // used
-        shuffles = [
-            np.random.default_rng([self.seed, 2, k, p]).permutation(used) for p in range(first, last + 1)
-        ]
+        shuffles = [np.random.default_rng([self.seed, 2, k, p]).permutation(used) for p in range(first, last + 1)]
         at = start - first * used
         return np.concatenate(shuffles)[at : at + count] + self.starts[k]

@@ -50,8 +50,7 @@ class Skipped:
 
     def sentences(self) -> list[str]:
         return [
-            f"{count} left out, {reason}: {', '.join(self.names[reason])}"
-            + (" …" if count > self.listed else "")
+            f"{count} left out, {reason}: {', '.join(self.names[reason])}" + (" …" if count > self.listed else "")
             for reason, count in self.counts.items()
         ]
 
@@ -92,9 +91,7 @@ def read_labels(leaf: Path) -> list[tuple[str, str]]:
     try:
         rows = path.read_text(encoding="utf-8-sig").splitlines()
     except UnicodeDecodeError as error:
-        raise EasyOCRError(
-            f"{path}: not UTF-8 ({error.reason} at byte {error.start}); expected UTF-8"
-        ) from None
+        raise EasyOCRError(f"{path}: not UTF-8 ({error.reason} at byte {error.start}); expected UTF-8") from None
     header = rows[0] if rows else ""
     if [name.strip() for name in header.split(",")] != HEADER.split(","):
         raise EasyOCRError(f"{path}: header is {header!r}, expected {HEADER!r}")
@@ -104,9 +101,7 @@ def read_labels(leaf: Path) -> list[tuple[str, str]]:
             continue
         name, comma, label = row.partition(",")
         if not comma:
-            raise EasyOCRError(
-                f"{path}: line {number} is {row!r}, expected two fields separated by a comma: {HEADER}"
-            )
+            raise EasyOCRError(f"{path}: line {number} is {row!r}, expected two fields separated by a comma: {HEADER}")
         pairs.append((name, label))
     return pairs
 
@@ -117,9 +112,7 @@ def leaves(root: Path) -> list[Path]:
         raise EasyOCRError(f"{root}: no such folder; expected folders of images with a labels.csv")
     found = sorted(path.parent for path in root.rglob("labels.csv"))
     if not found:
-        raise EasyOCRError(
-            f"{root}: no labels.csv in it or below; expected one a folder, with header {HEADER}"
-        )
+        raise EasyOCRError(f"{root}: no labels.csv in it or below; expected one a folder, with header {HEADER}")
     return found
 
 
@@ -166,9 +159,7 @@ def read_any(source: Any, name: str, settings: Settings, skipped: Skipped) -> Li
     if (root / "dataset_info.json").is_file():
         from datasets import load_from_disk
 
-        return read_dataset(
-            load_from_disk(str(root)), name, settings.image_column, settings.text_column, skipped
-        )
+        return read_dataset(load_from_disk(str(root)), name, settings.image_column, settings.text_column, skipped)
     return read_folder(root, name, skipped)
 
 

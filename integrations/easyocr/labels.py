@@ -6,6 +6,7 @@ Every frame counts, padding included, as in the Reader's decoding: the model lea
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ def encode(labels: Sequence[str], codec: Any) -> tuple[Tensor, Tensor]:
 
 def frames_needed(label: str) -> int:
     """Fewest frames that can spell `label`: one a character and a blank between equal neighbours."""
-    return len(label) + sum(a == b for a, b in zip(label, label[1:], strict=False))
+    return len(label) + sum(a == b for a, b in pairwise(label))
 
 
 def infeasible(labels: Sequence[str], frames: int) -> int:
@@ -46,9 +47,7 @@ def ctc_loss(logits: Tensor, classes: Tensor, lengths: Tensor) -> Tensor:
     with torch.autocast(logits.device.type, enabled=False), torch.backends.cudnn.flags(enabled=False):
         log_probabilities = F.log_softmax(_at_least_fp32(logits), dim=2).transpose(0, 1)
         frames = torch.full((logits.size(0),), logits.size(1), dtype=torch.long, device=logits.device)
-        return F.ctc_loss(
-            log_probabilities, classes, frames, lengths, blank=0, reduction="mean", zero_infinity=True
-        )
+        return F.ctc_loss(log_probabilities, classes, frames, lengths, blank=0, reduction="mean", zero_infinity=True)
 
 
 def _at_least_fp32(logits: Tensor) -> Tensor:

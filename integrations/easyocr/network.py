@@ -31,9 +31,7 @@ def read(model: nn.Module, images: Tensor) -> Tensor:
 
 def frozen_parts(model: Any, features: bool, sequence: bool) -> list[str]:
     """Stops the gradients of the parts named in the configuration; returns their names."""
-    names = [
-        name for name, wanted in (("FeatureExtraction", features), ("SequenceModeling", sequence)) if wanted
-    ]
+    names = [name for name, wanted in (("FeatureExtraction", features), ("SequenceModeling", sequence)) if wanted]
     for name in names:
         getattr(model, name).requires_grad_(False)
     return names

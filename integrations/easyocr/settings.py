@@ -110,9 +110,7 @@ class Settings(BaseModel):
     preprocess: Literal["reader", "official"] = "reader"
     schedule: Literal["constant", "onecycle", "cosine"] = "constant"
     warmup: int = Field(0, ge=0, description="updates of linear warm-up")
-    patience: int = Field(
-        0, ge=0, description="validations without a better model before an early stop; 0: never"
-    )
+    patience: int = Field(0, ge=0, description="validations without a better model before an early stop; 0: never")
     augment: bool = False
     lang_list: list[str] = ["en"]
     saved_characters: Text = ""
@@ -195,9 +193,7 @@ def _load(path: Path) -> dict[str, Any]:
         raise EasyOCRError(f"config={path}: holds {type(values).__name__}, expected a mapping of key: value")
     # Characters are taken as written: YAML would read `number: 01234567` as an octal number.
     written = yaml.load(text, Loader=yaml.BaseLoader)
-    as_text = {
-        key: written[key] for key in ("number", "symbol", "lang_char", "saved_characters") if key in values
-    }
+    as_text = {key: written[key] for key in ("number", "symbol", "lang_char", "saved_characters") if key in values}
     return {str(key): value for key, value in {**values, **as_text}.items()}
 
 

@@ -54,16 +54,10 @@ def load_state(path: Path) -> dict[str, Tensor]:
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError, KeyError) as error:
-        raise EasyOCRError(
-            f"saved_model={path}: not readable as weights: {str(error).splitlines()[0]}"
-        ) from None
+        raise EasyOCRError(f"saved_model={path}: not readable as weights: {str(error).splitlines()[0]}") from None
     if isinstance(state, dict) and isinstance(state.get("model"), dict):
         state = state["model"]
-    if (
-        not isinstance(state, dict)
-        or not state
-        or not all(isinstance(value, Tensor) for value in state.values())
-    ):
+    if not isinstance(state, dict) or not state or not all(isinstance(value, Tensor) for value in state.values()):
         raise EasyOCRError(f"saved_model={path}: expected a flat mapping of parameter name: tensor")
     return {str(name).removeprefix(PREFIX): value for name, value in state.items()}
 
@@ -155,9 +149,7 @@ def _known_characters(path: Path, classes: int, characters: str, given: str) -> 
     return known
 
 
-def _move_rows(
-    state: dict[str, Tensor], own: dict[str, Tensor], known: str, characters: str, path: Path
-) -> None:
+def _move_rows(state: dict[str, Tensor], own: dict[str, Tensor], known: str, characters: str, path: Path) -> None:
     """Rows of shared characters, and the blank's, go to their new places; added characters keep a fresh row."""
     if state[HEAD[0]].shape[1:] != own[HEAD[0]].shape[1:]:
         raise EasyOCRError(
