@@ -49,6 +49,7 @@ class WidthBatches:
         self.used = [max(1, int(size * usage)) for size in self.sizes]
         self.starts = np.cumsum([0, *self.sizes[:-1]])
         self.seed = seed
+        self._counts: dict[int, int] = {}
         if len(self.sizes) == 1:
             self.drawn = list(self.used)
         else:
@@ -91,9 +92,16 @@ class WidthBatches:
     def locate(self, position: int) -> tuple[int, int]:
         """(epoch, batch within it) of a position counted over all epochs."""
         number = 0
-        while position >= (count := len(self.epoch(number))):
+        while position >= (count := self._batches_in(number)):
             position, number = position - count, number + 1
         return number, position
+
+    def _batches_in(self, number: int) -> int:
+        # One data set: every epoch draws the same lines, hence as many batches.
+        number = 0 if len(self.sizes) == 1 else number
+        if number not in self._counts:
+            self._counts[number] = len(self.epoch(number))
+        return self._counts[number]
 
     def padding_fraction(self, number: int = 0) -> float:
         """Padded part of all pixels in an epoch, 0..1."""

@@ -34,6 +34,12 @@ class Readings:
     loss: float
     unreadable: list[str]
 
+    def samples(self, lines: LineSet, count: int = 8) -> list[tuple[np.ndarray, str, str]]:
+        """(grey picture, read, label) of the first lines."""
+        found = zip(self.indices[:count], self.texts, self.labels, strict=False)
+        pictures = [(lines.grey(index), read, label) for index, read, label in found]
+        return [(grey, read, label) for grey, read, label in pictures if grey is not None]
+
 
 @torch.no_grad()
 def read_lines(
