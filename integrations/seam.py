@@ -39,11 +39,22 @@ class Outcome(Protocol):
 class Seam(Protocol):
     """See the module's text for the order of calls."""
 
-    config: Any
-    report: Any
-    files: Any  # plugins.core.checkpoint: atomic writes, digests, random state
-    window: Any
-    updates: int
+    @property
+    def config(self) -> Any: ...
+
+    @property
+    def report(self) -> Any: ...
+
+    @property
+    def window(self) -> Any: ...
+
+    @property
+    def files(self) -> Any:
+        """`plugins.core.checkpoint`: atomic writes, extra state beside a checkpoint, random state."""
+
+    @property
+    def updates(self) -> int:
+        """Windows closed so far, skipped updates included: the index of the next update."""
 
     def model_ready(
         self,
@@ -61,11 +72,16 @@ class Seam(Protocol):
         dims: Iterable[int] = (),
         takes: Callable[[tuple[Any, ...]], bool] = ...,
         sync: bool = False,
+        uncompilable: str = "",
+        expected: int = 1,
     ) -> None:
         """Everything is built: model on its device, optimizer, EMA. `size` is K, or None where the host closes."""
 
-    def micro_batch(self, shape: Iterable[int], expected: int | None = None) -> None:
-        """A micro-batch is about to enter the model; `expected` micro-batches a window where the host decides."""
+    def micro_batch(self, samples: int, expected: int | None = None) -> None:
+        """A micro-batch has arrived from the loader; `expected` micro-batches a window where the host decides."""
+
+    def shape(self, shape: Iterable[int], padding: int = 0) -> None:
+        """The model's input is of this shape, `padding` elements of it padding."""
 
     def mean(self, count: Tensor | float, group: str = "") -> Tensor | float:
         """The weight of a loss that is a mean over `count` targets."""
@@ -73,11 +89,26 @@ class Seam(Protocol):
     def batch_mean(self, images: int, targets: Tensor | float, group: str = "") -> Tensor | float:
         """The weight of a loss that is `images * N / max(targets, 1)`."""
 
-    def backward_done(self, samples: int) -> Outcome | None:
+    def share(self, group: str = "") -> Tensor | float:
+        """The weight of a term that accumulation cannot make exact, so that it keeps its host's own size."""
+
+    def backward_done(self) -> Outcome | None:
         """Backward has run. Closes the window when it is full, and then says what it came to."""
 
     def close(self) -> Outcome | None:
-        """Close a window that is not full (tail of the training); None when it is empty."""
+        """Close a window now: the host's rule says so, or training ends; None when it is empty."""
+
+    def drop(self) -> None:
+        """Forget an unfinished window: the host threw its gradients away, or it came after the last save."""
+
+    def idle(self) -> None:
+        """The step is over; what follows until the next `micro_batch` is waiting for data."""
+
+    def training_mode(self) -> None:
+        """The host has set training mode: hold the BatchNorm rule."""
+
+    def compile_validation(self, model: nn.Module) -> None:
+        """Compile the model that validation runs, where `validate=compiled` asks for it."""
 
     def validation(self) -> AbstractContextManager[None]:
         """Validation runs inside: its compiles and its time are not training's."""
@@ -94,5 +125,8 @@ class Seam(Protocol):
     def approximate(self, term: str) -> None:
         """Name a term of the loss that accumulation cannot make exact."""
 
-    def end(self, folder: Path | None) -> None:
+    def describe_window(self, micro_batch: int) -> None:
+        """Tell the report the sizes in force, again after a host changed its batch."""
+
+    def end(self, folder: Path | None = None) -> Path | None:
         """Undo everything that was put on the model, and write the report into `folder`."""

@@ -13,6 +13,7 @@ import os
 import random
 import tempfile
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -22,11 +23,17 @@ SUFFIX = ".accel"
 
 
 class AtomicPath(type(Path())):  # type: ignore[misc]
-    """A path whose `write_bytes` is atomic, and whose children (`path / name`) are such paths too."""
+    """A path whose `write_bytes` is atomic, and whose children (`path / name`) are such paths too.
+
+    `around(path, data)`, where set on an instance, is a context manager that the write happens in.
+    """
+
+    around: Callable[[Path, memoryview], AbstractContextManager[None]] | None = None
 
     def write_bytes(self, data: Any) -> int:
         view = memoryview(data)
-        write_atomically(self, lambda file: file.write(view))
+        with self.around(self, view) if self.around is not None else nullcontext():
+            write_atomically(self, lambda file: file.write(view))
         return len(view)
 
 
@@ -90,7 +97,7 @@ def beside(checkpoint: Path, identity: str) -> Path:
     return checkpoint.with_name(f"{checkpoint.stem}.{identity[:12]}{SUFFIX}")
 
 
-def save_beside(checkpoint: Path, data: bytes, state: Mapping[str, Any]) -> Path:
+def save_beside(checkpoint: Path, data: bytes | memoryview, state: Mapping[str, Any]) -> Path:
     """Write the extra state that belongs to a checkpoint about to hold `data`; returns its path."""
     identity = hashlib.sha256(data).hexdigest()
     target = beside(checkpoint, identity)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import torch
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+class Unsupported(ValueError):
+    """A precision that this device cannot train in; the message is one line."""
 
 
 def bf16_is_fast(device: torch.device) -> bool:
@@ -24,10 +26,10 @@ def resolve(precision: str, device: torch.device) -> str:
     """Turn `auto` into bf16 or fp32 for this device; other values pass through.
 
     Raises:
-        ValueError: fp16 on a device whose autocast or GradScaler cannot train in it.
+        Unsupported: fp16 on a device whose autocast or GradScaler cannot train in it.
     """
     if precision == "auto":
         return "bf16" if bf16_is_fast(device) else "fp32"
     if precision == "fp16" and device.type == "cpu":
-        raise ValueError("precision=fp16: not on a CPU; allowed here are host, auto, fp32, bf16")
+        raise Unsupported("precision=fp16: not on a CPU; allowed here are host, auto, fp32, bf16")
     return precision

@@ -6,6 +6,7 @@ micro_batch -> forward in autocast through the compiled callable -> loss x weigh
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -46,8 +47,9 @@ class Session:
         self.window = Window()
         self.watch = Watch(self._compile_progress)
         self.compiled: list[compiling.InPlace] = []
+        self._validated: list[compiling.InPlace] = []
         self._schedule: Callable[[int], None] | None = None
-        self._began = self._idle_since = 0.0
+        self._arrived = self._spent = self._idle_since = 0.0
         self._ended = False
 
     # -- model ready -------------------------------------------------------------------------------------------
@@ -69,6 +71,7 @@ class Session:
         dims: Iterable[int] = (),
         takes: Callable[[tuple[Any, ...]], bool] = lambda args: True,
         sync: bool = False,
+        uncompilable: str = "",
     ) -> None:
         """Build the parts. `model` is the bare module; `clip_norm` the host's own, which the settings override.
 
@@ -79,6 +82,7 @@ class Session:
             dims: dimensions of the input that vary, for the compiler.
             takes: which calls of the model to compile.
             sync: reduce gradients over ranks here, once an update.
+            uncompilable: why this model's forward cannot be compiled, where it cannot.
         """
         self.model, self.device, self._schedule = model, device, schedule
         self.window = Window(size, exact=self.config.normalise == "exact")
@@ -100,7 +104,7 @@ class Session:
         self.peaks = Peaks(device)
         self._describe(micro_batch)
         self.watch.start()
-        self._compile(dims, takes)
+        self._compile(dims, takes, uncompilable)
 
     def _describe(self, micro_batch: int) -> None:
         report = self.report
@@ -128,7 +132,7 @@ class Session:
 
     # -- compile ------------------------------------------------------------------------------------------------
 
-    def _compile(self, dims: Iterable[int], takes: Callable[[tuple[Any, ...]], bool]) -> None:
+    def _compile(self, dims: Iterable[int], takes: Callable[[tuple[Any, ...]], bool], reason: str) -> None:
         facts = self.report.compile
         if self.config.compile != "on":
             facts.reason = (
@@ -137,8 +141,9 @@ class Session:
                 else "compile=auto stays eager: nothing has measured yet that compile pays here; compile=on compiles"
             )
             return
-        if missing := compiling.missing_compiler(self.device, self.config.compile_backend):
-            self._stay_eager(missing)
+        reason = reason or compiling.missing_compiler(self.device, self.config.compile_backend)
+        if reason:
+            self._stay_eager(reason)
             return
         compiling.refuse_inside_autocast()
         if self.update.keep_gradients:
@@ -160,6 +165,22 @@ class Session:
             part.install()
             self.compiled.append(part)
         facts.reason = "compile=on"
+
+    def compile_validation(self, model: nn.Module) -> None:
+        """Compile the model that validation runs, once, where `validate=compiled` asks; it falls back alone."""
+        if self.config.validate_ != "compiled" or self.config.compile != "on":
+            return
+        if any(part.module is model for part in self._validated):
+            return
+        part = compiling.InPlace(
+            model,
+            backend=self.config.compile_backend,
+            mode=self.config.compile_mode,
+            limit=self.config.recompile_budget,
+            give_up=lambda reason: self.warn(f"compile: validation runs eagerly: {reason}"),
+        )
+        part.install()
+        self._validated.append(part)
 
     def _scope(self) -> tuple[list[nn.Module], str]:
         scope = self.config.compile_scope
@@ -209,17 +230,23 @@ class Session:
         """Windows that were closed, skipped updates included: the index of the next update."""
         return self.report.window.updates + self.report.window.skipped_updates
 
-    def micro_batch(self, shape: Iterable[int], expected: int | None = None) -> None:
+    def micro_batch(self, samples: int, expected: int | None = None) -> None:
         now = time.perf_counter()
         if self._idle_since:
             self.series.waiting += now - self._idle_since
             self._idle_since = 0.0
+        self._arrived = now
         if self.window.empty:
-            self._began = now
+            self._spent = 0.0
             self.statistics.keep()
             if expected is not None and self.window.size is None:
                 self.window.expected = expected
-        self.seen.add(shape)
+        self.window.count(samples)
+        self.report.window.micro_batches += 1
+
+    def shape(self, shape: Iterable[int], padding: int = 0) -> None:
+        sizes = tuple(shape)
+        self.seen.add(sizes, padding, math.prod(sizes))
 
     def mean(self, count: Tensor | float, group: str = ALL) -> Tensor | float:
         return self.window.weigh({group: Term.mean(count)})[group]
@@ -227,13 +254,24 @@ class Session:
     def batch_mean(self, images: int, targets: Tensor | float, group: str = ALL) -> Tensor | float:
         return self.window.weigh({group: Term.batch_mean(images, targets)})[group]
 
-    def backward_done(self, samples: int, due: bool = True) -> Outcome | None:
-        """Count the micro-batch; close the window when it is full (or `due`, where the host decides)."""
-        self.window.count(samples)
-        self.report.window.micro_batches += 1
-        outcome = self.close() if self.window.full and due else None
-        self._idle_since = time.perf_counter()
-        return outcome
+    def share(self, group: str = ALL) -> Tensor | float:
+        return self.window.share(group)
+
+    def backward_done(self) -> Outcome | None:
+        return self.close() if self.window.full else None
+
+    def idle(self) -> None:
+        self._idle_since = now = time.perf_counter()
+        self._spend(now)
+
+    def _spend(self, now: float) -> None:
+        """Add the micro-batch under way to its window's time: validation and waiting between them is not a step's."""
+        if self._arrived:
+            self._spent += now - self._arrived
+            self._arrived = 0.0
+
+    def training_mode(self) -> None:
+        self.statistics.apply(self.window.expected)
 
     def close(self) -> Outcome | None:
         if self.window.empty:
@@ -256,7 +294,8 @@ class Session:
             self.statistics.restore()
             self.warn(f"update {self.updates - 1}: the gradient norm is {outcome.norm}; the update was skipped")
         facts.partial_windows += outcome.partial
-        self.series.seconds.append(time.perf_counter() - self._began)
+        self._spend(time.perf_counter())
+        self.series.seconds.append(self._spent)
         self.series.norms.append(outcome.norm)
         self.series.clipped += outcome.clipped
         self.series.samples += outcome.samples
@@ -337,7 +376,7 @@ class Session:
             return None
         self._ended = True
         path = self.write_report(folder) if folder is not None else None
-        for part in self.compiled:
+        for part in (*self.compiled, *self._validated):
             part.undo()
         if hasattr(self, "statistics"):
             self.statistics.undo()

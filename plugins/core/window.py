@@ -11,6 +11,8 @@ accumulated gradient by `factor` (which applies the total) at the close:
 
     big batch = factor * sum_k weight_k * loss_k,   factor = (sum images_k or 1) / max(sum targets_k, floor)
 
+(A mean over no targets at all divides by 1.)
+
 Losses whose parameters are disjoint (the two branches of an end-to-end head) are separate groups, each with its
 own count. A power of two near the expected factor moves from the close into the weights: it keeps fp16 gradients
 in range and, being a power of two, changes no other bit.
@@ -37,18 +39,17 @@ class Term:
     weight: Scalar
     targets: Scalar
     images: int | None = None
-    floor: float = 1.0
+    floor: float = 0.0
 
     @classmethod
     def mean(cls, count: Scalar) -> Term:
         """A loss that is a mean over `count` targets (tokens, labels, images)."""
-        return cls(weight=count, targets=count)
+        return cls(weight=_at_least(count, 0.0), targets=count)
 
     @classmethod
     def batch_mean(cls, images: int, targets: Scalar, floor: float = 1.0) -> Term:
         """A loss that is `images * N / max(targets, floor)`: Ultralytics detection."""
-        own = targets.clamp(min=floor) if isinstance(targets, Tensor) else max(targets, floor)
-        return cls(weight=own / images, targets=targets, images=images, floor=floor)
+        return cls(weight=_at_least(targets, floor) / images, targets=targets, images=images, floor=floor)
 
 
 @dataclass
@@ -56,7 +57,7 @@ class _Totals:
     targets: Scalar = 0.0
     images: int = 0
     scaled: bool = False
-    floor: float = 1.0
+    floor: float = 0.0
 
     def add(self, term: Term) -> None:
         self.targets = self.targets + term.targets
@@ -66,9 +67,7 @@ class _Totals:
 
     def factor(self, windows: float = 1.0) -> Scalar:
         """The factor of these totals, as if there were `windows` times as many."""
-        over: Any = self.targets * windows
-        over = over.clamp(min=self.floor) if isinstance(over, Tensor) else max(over, self.floor)
-        return (self.images * windows if self.scaled else 1.0) / over
+        return (self.images * windows if self.scaled else 1.0) / _at_least(self.targets * windows, self.floor)
 
 
 @dataclass
@@ -86,13 +85,14 @@ class Window:
     expected: int = 1
     _totals: dict[str, _Totals] = field(default_factory=dict)
     _power: dict[str, Scalar] = field(default_factory=dict)
+    _last: dict[str, Scalar] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.expected = self.size or 1
 
     @property
     def full(self) -> bool:
-        return self.size is None or self.micro_batches >= self.size
+        return self.size is not None and self.micro_batches >= self.size
 
     @property
     def empty(self) -> bool:
@@ -104,7 +104,7 @@ class Window:
         return self.exact and (self.expected > 1 or _world() > 1)
 
     def count(self, samples: int) -> None:
-        """A micro-batch of `samples` images or sequences has been through its backward."""
+        """A micro-batch of `samples` images or sequences enters the window."""
         self.micro_batches += 1
         self.samples += samples
 
@@ -123,6 +123,16 @@ class Window:
             weights[group] = term.weight * self._power[group]
         return weights
 
+    def share(self, group: str) -> Scalar:
+        """The weight of a term that has no exact rule and keeps its host's: it only has to outlive the close.
+
+        The close multiplies it by a factor that is not known yet; the last window's stands in for it.
+        """
+        if not self.weighted or group not in self._power:
+            return 1.0
+        last = self._last.get(group, self._totals[group].factor(self.expected / max(self.micro_batches, 1)))
+        return self._power[group] / last
+
     def factors(self) -> dict[str, Scalar]:
         """Return what to multiply each group's accumulated gradients by, now that the totals are known."""
         if not self.weighted:
@@ -132,7 +142,7 @@ class Window:
             if group in self._power:
                 factor = _over_ranks(totals).factor()
                 found[group] = factor / self._power[group]
-                self._power[group] = _power_of_two(factor)
+                self._power[group], self._last[group] = _power_of_two(factor), factor
         return found
 
     def close(self, expected: int | None = None) -> None:
@@ -148,13 +158,21 @@ class Window:
             "expected": self.expected,
             "totals": {g: [t.targets, t.images, t.scaled, t.floor] for g, t in self._totals.items()},
             "power": dict(self._power),
+            "last": dict(self._last),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.micro_batches, self.samples = int(state["micro_batches"]), int(state["samples"])
         self.expected = int(state["expected"])
         self._totals = {g: _Totals(*values) for g, values in state["totals"].items()}
-        self._power = dict(state["power"])
+        self._power, self._last = dict(state["power"]), dict(state["last"])
+
+
+def _at_least(value: Any, floor: float) -> Any:
+    """`max(value, floor)`; at floor 0, 1 in place of 0. Tensors stay on their device."""
+    if isinstance(value, Tensor):
+        return value.clamp(min=floor) if floor else torch.where(value > 0, value, torch.ones_like(value))
+    return max(value, floor) if floor else (value if value > 0 else 1.0)
 
 
 def scale_(tensors: Iterable[Tensor], factor: Scalar) -> None:

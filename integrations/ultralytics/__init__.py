@@ -1,0 +1,1 @@
+"""Ultralytics: where its command and its trainer can be held."""

@@ -1,0 +1,301 @@
+"""Holds one Ultralytics trainer: translates its loop into the seam's hooks. All patches are put on here.
+
+Everything is taken hold of at `on_pretrain_routine_end`, the one event that every rank fires, after model,
+optimizer, EMA and loaders are built and before the first batch. Patched on the trainer: `optimizer_step`,
+`preprocess_batch`, `_model_train`, `_build_train_pipeline`, `validate`, `_handle_nan_recovery`, `save_model`,
+`final_eval`, and the paths `last`, `best`, `wdir`. On the live model: `loss`. On its criterion: `loss` and
+`assigner` (see losses.py). The module-level `strip_optimizer` is exchanged only while `final_eval` runs.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from ultralytics.nn.distill_model import DistillationModel
+from ultralytics.nn.tasks import BaseModel
+from ultralytics.utils import RANK
+from ultralytics.utils.torch_utils import unwrap_model
+
+from integrations.patches import Patches
+from integrations.seam import Seam, UnsupportedRun
+from integrations.ultralytics import loader, schedule
+from integrations.ultralytics.losses import Losses
+from integrations.ultralytics.saving import Saving
+
+HOST_CLIP_NORM = 10.0
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+class Adapter:
+    """`hold` takes the trainer, `release` gives it back as it was. `precision` is host, fp32, bf16 or fp16."""
+
+    def __init__(self, trainer: Any, seam: Seam, precision: str = "host") -> None:
+        self.trainer, self.seam, self.precision = trainer, seam, precision
+        self.model: nn.Module = unwrap_model(trainer.model)
+        self.patches = Patches()
+        self._draw: Any = None
+
+    def hold(self, state: dict[str, Any] | None = None) -> None:
+        """Put everything on; `state` is the extra state of a resumed run.
+
+        Raises:
+            UnsupportedRun: a setting of the host that the plug refuses.
+        """
+        trainer, config = self.trainer, self.seam.config
+        check_trainer(trainer)
+        self.size = schedule.window_size(config, trainer.batch_size)
+        host_accumulate = trainer.accumulate
+        effective = trainer.batch_size * (self.size or host_accumulate)
+        schedule.scale_learning_rate(trainer, config.lr_scale, effective / (trainer.batch_size * host_accumulate))
+        if config.seed != "host":
+            self.seam.files.seed_everything(config.seed)
+            if getattr(trainer.train_loader, "generator", None) is not None:
+                trainer.train_loader.generator.manual_seed(config.seed)
+        self._set_decay(config.ema)
+        self._set_precision()
+        self._set_memory_format(config.memory_format)
+        losses = Losses(self.model, self.seam, self.patches)
+        self.crosses_epochs = losses.crosses_epochs
+        self.patches.put(self.model, "loss", self._wrap_loss(self.model.loss))  # type: ignore[arg-type]
+        distributed = isinstance(trainer.model, nn.parallel.DistributedDataParallel)
+        accumulates = (self.size or host_accumulate) > 1
+        if distributed and accumulates:
+            trainer.model.require_backward_grad_sync = False  # one reduction an update, at the close
+        varies = bool(getattr(trainer.args, "multi_scale", 0.0))
+        self.seam.model_ready(
+            self.model,
+            trainer.optimizer,
+            device=trainer.device,
+            micro_batch=trainer.batch_size,
+            size=self.size,
+            expected=host_accumulate,
+            clip_norm=HOST_CLIP_NORM,
+            scaler=trainer.scaler,
+            average=HostAverage(trainer),
+            groups=losses.groups,
+            schedule=self._set_rates,
+            dims=(2, 3) if varies else (),
+            takes=lambda args: isinstance(args[0], torch.Tensor),
+            sync=distributed and accumulates,
+            uncompilable=self._uncompilable(),
+        )
+        self._resize(self.size)
+        self._patch()
+        Saving(trainer, self.seam, self.patches, self._state)
+        self._resumed = state
+
+    def release(self) -> None:
+        """Undo every patch; what is left of a window that no save will see is dropped and counted."""
+        if not self.seam.window.empty:
+            self.seam.drop()
+        self.patches.undo()
+        if isinstance(self.trainer.model, nn.parallel.DistributedDataParallel):
+            self.trainer.model.require_backward_grad_sync = True
+
+    @contextmanager
+    def released_on_error(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self.release()
+            raise
+
+    def _patch(self) -> None:
+        trainer, put = self.trainer, self.patches.put
+        put(trainer, "optimizer_step", self._optimizer_step)
+        self._preprocess = put(trainer, "preprocess_batch", self._preprocess_batch)
+        self._train_mode = put(trainer, "_model_train", self._model_train)
+        self._build = put(trainer, "_build_train_pipeline", self._build_train_pipeline)
+        self._host_validate = put(trainer, "validate", self._validate)
+        self._recover = put(trainer, "_handle_nan_recovery", self._handle_nan_recovery)
+        trainer.add_callback("on_train_epoch_start", self._epoch_start)
+        trainer.add_callback("on_train_batch_end", lambda _: self.seam.idle())
+        trainer.add_callback("on_train_epoch_end", self._epoch_end)
+
+    # -- the loop, in its order ---------------------------------------------------------------------------------
+
+    def _epoch_start(self, trainer: Any) -> None:
+        """The last moment before the first batch is drawn: put back what a resumed run has to draw from."""
+        state, self._resumed = self._resumed, None
+        if state is not None:
+            self.seam.load_state_dict(state)
+            loader.restore(trainer.train_loader, state["loader"])
+            self._draw = state["draw"] and (state["draw"][0], tuple(state["draw"][1]), state["draw"][2])
+            self.seam.files.set_random_state(state["random"])
+
+    def _model_train(self) -> None:
+        self._train_mode()
+        self.seam.training_mode()
+
+    def _preprocess_batch(self, batch: dict[str, Any]) -> dict[str, Any]:
+        first = self.seam.window.empty
+        self.seam.micro_batch(batch["img"].shape[0], expected=self.trainer.accumulate if self.size is None else None)
+        if getattr(self.trainer.args, "multi_scale", 0.0) and self.seam.window.expected > 1:
+            batch = self._preprocess_at_one_scale(batch, first)
+        else:
+            batch = self._preprocess(batch)
+        self.seam.shape(batch["img"].shape)
+        return batch
+
+    def _preprocess_at_one_scale(self, batch: dict[str, Any], first: bool) -> dict[str, Any]:
+        """One multi-scale draw a window, as one big batch would have; the generator goes on as it would have."""
+        if first or self._draw is None:
+            self._draw = random.getstate()
+            return self._preprocess(batch)
+        now = random.getstate()
+        random.setstate(self._draw)
+        try:
+            return self._preprocess(batch)
+        finally:
+            random.setstate(now)
+
+    def _wrap_loss(self, original: Any) -> Any:
+        """Forward and loss of the live model: input layout, autocast dtype, the compiled callable."""
+        device = self.trainer.device
+
+        def loss(batch: dict[str, Any], preds: Any = None) -> Any:
+            if self.channels_last:
+                batch["img"] = batch["img"].contiguous(memory_format=torch.channels_last)
+            if self.precision == "host":
+                return original(batch, self._forward(batch) if preds is None else preds)
+            dtype = DTYPES[self.precision]
+            with torch.autocast(
+                device.type, dtype=None if dtype is torch.float32 else dtype, enabled=dtype is not torch.float32
+            ):
+                return original(batch, self._forward(batch) if preds is None else preds)
+
+        return loss
+
+    def _forward(self, batch: dict[str, Any]) -> Any:
+        """The compiled call, where there is one; None leaves the forward to the host's own `loss`."""
+        compiled = getattr(self.model, "_compiled_call_impl", None) is not None
+        return self.model(batch["img"]) if compiled else None
+
+    def _optimizer_step(self) -> None:
+        """Called by the host whenever its own rule says so: with K of ours that is after every micro-batch."""
+        if self.size is None:
+            self.seam.close()
+        else:
+            self.seam.backward_done()
+
+    def _set_rates(self, update: int) -> None:
+        if self.size is not None:
+            schedule.warm_up(self.trainer, update, self.size)
+
+    def _epoch_end(self, trainer: Any) -> None:
+        """Before validation and saving: flush the tail of the training, or of an epoch that a window may not cross."""
+        final = trainer.epoch + 1 >= trainer.epochs or trainer.stop
+        if final or not self.crosses_epochs:
+            self.seam.close()
+
+    def _validate(self) -> Any:
+        self.seam.compile_validation(self.trainer.ema.ema)
+        with self.seam.validation():
+            return self._host_validate()
+
+    def _handle_nan_recovery(self, epoch: int) -> bool:
+        """A non-finite loss whose update was skipped left no trace: there is nothing to recover from."""
+        trainer = self.trainer
+        if trainer.loss is not None and not trainer.loss.isfinite() and self.seam.config.nonfinite == "skip":
+            trainer.loss = torch.zeros_like(trainer.loss)
+        return bool(self._recover(epoch))
+
+    def _build_train_pipeline(self) -> None:
+        """Built again after the host halved its batch for lack of memory: windows start anew at the new size."""
+        self._build()
+        self.seam.drop()
+        self._resize(schedule.window_size_after_oom(self.seam.config, self.trainer.batch_size))
+
+    def _resize(self, size: int | None) -> None:
+        self.size = size
+        window, trainer = self.seam.window, self.trainer
+        window.size, window.expected = size, size or trainer.accumulate
+        if size is not None:
+            schedule.set_weight_decay(trainer, trainer.batch_size * size)
+            trainer.accumulate = 1  # so that the host calls optimizer_step after every micro-batch
+        self.seam.describe_window(trainer.batch_size)
+
+    def _state(self) -> dict[str, Any]:
+        """What the host's checkpoint lacks: live weights, full-precision optimizer, window, random state, loader."""
+        return {
+            **self.seam.state_dict(),
+            "loader": loader.position(self.trainer.train_loader),
+            "draw": self._draw and [self._draw[0], list(self._draw[1]), self._draw[2]],
+        }
+
+    # -- settings ---------------------------------------------------------------------------------------------
+
+    def _set_decay(self, decay: float | str) -> None:
+        """The host's ramp with another ceiling; `off` keeps the average equal to the live weights."""
+        if decay == "off":
+            self.trainer.ema.decay = lambda updates: 0.0
+        elif decay != "host":
+            self.trainer.ema.decay = lambda updates: float(decay) * (1 - math.exp(-updates / 2000))
+        self.seam.report.ema.decay = 0.9999 if decay == "host" else decay
+
+    def _set_precision(self) -> None:
+        trainer = self.trainer
+        if self.precision in ("bf16", "fp32"):
+            trainer.scaler = torch.amp.GradScaler(trainer.device.type, enabled=False)
+        elif self.precision == "fp16":
+            trainer.scaler = torch.amp.GradScaler(trainer.device.type, enabled=True)
+        self.seam.report.speed.precision = self.precision
+
+    def _set_memory_format(self, layout: str) -> None:
+        self.channels_last = layout == "channels_last"
+        if self.channels_last:
+            self.model.to(memory_format=torch.channels_last)
+            self.trainer.ema.ema.to(memory_format=torch.channels_last)
+        self.seam.report.speed.memory_format = "channels_last" if self.channels_last else "host"
+
+    def _uncompilable(self) -> str:
+        if getattr(type(self.model), "loss", None) is not BaseModel.loss:
+            return f"{type(self.model).__name__} passes labels into its forward, which is not compiled"
+        return ""
+
+
+class HostAverage:
+    """The host's own ModelEMA, moved by the session once an update."""
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+
+    @property
+    def updates(self) -> int:
+        return int(self.trainer.ema.updates)
+
+    def update(self) -> None:
+        self.trainer.ema.update(self.trainer.model)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"updates": self.updates, "shadow": dict(self.trainer.ema.ema.state_dict())}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.trainer.ema.ema.load_state_dict(state["shadow"])
+        self.trainer.ema.updates = state["updates"]
+
+
+def check_trainer(trainer: Any) -> None:
+    """Refuse, in one line, what the plug cannot serve.
+
+    Raises:
+        UnsupportedRun
+    """
+    if trainer.args.compile:
+        raise UnsupportedRun(
+            f"compile={trainer.args.compile}: the host's own compile and the plug exclude each other; "
+            "leave compile out and set accel.compile=on"
+        )
+    if isinstance(unwrap_model(trainer.model), DistillationModel):
+        raise UnsupportedRun("distill_model: not served by plugins.yolo; leave out callbacks=plugins.yolo")
+
+
+def writes_report() -> bool:
+    """One process of a run writes: the only one, or rank 0."""
+    return RANK in {-1, 0}

@@ -1,0 +1,102 @@
+"""Checkpoints of the host: written whole or not at all, with the state that the host leaves out beside them."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from ultralytics.engine import trainer as host
+from ultralytics.utils import LOGGER
+
+from integrations.patches import Patches
+from integrations.seam import Seam
+
+
+class Saving:
+    """Holds `save_model` and `final_eval` of one trainer."""
+
+    def __init__(self, trainer: Any, seam: Seam, patches: Patches, state: Callable[[], dict[str, Any]]) -> None:
+        self.trainer, self.seam, self.state = trainer, seam, state
+        atomic = seam.files.AtomicPath
+        last = atomic(trainer.last)
+        last.around = self._with_extra_state
+        patches.put(trainer, "last", last)
+        patches.put(trainer, "best", atomic(trainer.best))
+        patches.put(trainer, "wdir", atomic(trainer.wdir))
+        self._save = patches.put(trainer, "save_model", self.save_model)
+        self._final_eval = patches.put(trainer, "final_eval", self.final_eval)
+        if trainer.wdir.exists():
+            seam.files.sweep(trainer.wdir)
+
+    def save_model(self) -> bool:
+        """The host's own save. A full disk costs this checkpoint, never the run or the one before it."""
+        try:
+            saved = bool(self._save())
+        except OSError as error:
+            self.seam.warn(f"checkpoint not written: {error}; the one before it is untouched and training goes on")
+            return False
+        for path in (self.trainer.last, self.trainer.best):
+            if path.exists() and str(path) not in self.seam.report.checkpoints:
+                self.seam.report.checkpoints.append(str(path))
+        return saved
+
+    @contextmanager
+    def _with_extra_state(self, path: Path, data: memoryview) -> Iterator[None]:
+        """The extra state first, under a name of its own, then the checkpoint, then the old extra state goes."""
+        extra = None
+        try:
+            extra = self.seam.files.save_beside(path, data, self.state())
+        except OSError as error:
+            self.seam.warn(f"extra state not written: {error}; a resume would continue from the averaged weights")
+        yield
+        if extra is not None:
+            self.seam.files.drop_beside(path, keep=extra)
+
+    def final_eval(self) -> Any:
+        """The host's last validation, with an atomic `strip_optimizer` in it."""
+        scoped = Patches()
+        strip = scoped.put(host, "strip_optimizer", None)
+        host.strip_optimizer = _atomic_strip(strip, self.seam)
+        try:
+            with self.seam.validation():
+                return self._final_eval()
+        finally:
+            scoped.undo()
+            self.seam.files.drop_beside(self.trainer.last)
+
+
+def _atomic_strip(strip: Callable[..., dict[str, Any]], seam: Seam) -> Callable[..., dict[str, Any]]:
+    """`strip_optimizer` on a copy, which then takes the file's place."""
+
+    def strip_atomically(f: str | Path = "best.pt", s: str = "", updates: Any = None) -> dict[str, Any]:
+        target = Path(s or f)
+        with tempfile.TemporaryDirectory(prefix=".strip-", dir=target.parent) as folder:
+            copy = Path(folder) / target.name
+            shutil.copyfile(f, copy)
+            before, LOGGER.disabled = LOGGER.disabled, True  # it would name the copy
+            try:
+                stripped = strip(copy, updates=updates)
+            finally:
+                LOGGER.disabled = before
+            if not stripped:
+                LOGGER.warning(f"Skipping {f}, not a valid Ultralytics model")
+                return stripped
+            data = copy.read_bytes()
+        seam.files.AtomicPath(target).write_bytes(data)
+        LOGGER.info(f"Optimizer stripped from {target}, {len(data) / 1e6:.1f}MB")
+        return stripped
+
+    return strip_atomically
+
+
+def find_state(trainer: Any, files: Any) -> dict[str, Any] | None:
+    """The extra state beside the checkpoint that this trainer resumes from."""
+    if not trainer.resume:
+        return None
+    source = Path(str(trainer.args.resume if isinstance(trainer.args.resume, (str, Path)) else trainer.args.model))
+    found: dict[str, Any] | None = files.load_beside(source) if source.is_file() else None
+    return found

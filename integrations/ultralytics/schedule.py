@@ -1,0 +1,70 @@
+"""Sizes and rates counted in updates: micro-batches a window, weight decay, warm-up, learning-rate scale."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from integrations.seam import UnsupportedRun
+
+
+def window_size(config: Any, batch: int) -> int | None:
+    """K for this batch, or None where the host's own rule holds (`nbs`).
+
+    Raises:
+        UnsupportedRun: an effective batch that is no multiple of the batch.
+    """
+    if config.accumulate != "host":
+        return int(config.accumulate)
+    if config.effective_batch == "host":
+        return None
+    wanted = int(config.effective_batch)
+    if wanted % batch:
+        raise UnsupportedRun(
+            f"effective_batch={wanted}: not a multiple of batch={batch}; allowed are {batch}, {2 * batch}, ..."
+        )
+    return wanted // batch
+
+
+def window_size_after_oom(config: Any, batch: int) -> int | None:
+    """K after the host halved its batch: the effective batch is kept, rounded up."""
+    if config.effective_batch != "host" and config.accumulate == "host":
+        return math.ceil(int(config.effective_batch) / batch)
+    return window_size(config, batch)
+
+
+def set_weight_decay(trainer: Any, effective: int) -> None:
+    """The host's rule (decay times effective batch over nbs) for the effective batch that is in force."""
+    decay = trainer.args.weight_decay * effective / trainer.args.nbs
+    for group in trainer.optimizer.param_groups:
+        if group.get("param_group") in {"weight", "muon"}:
+            group["weight_decay"] = decay
+
+
+def scale_learning_rate(trainer: Any, rule: str, ratio: float) -> None:
+    """Multiply the base rates by `ratio` (linear) or its root (sqrt): effective batch over the host's own."""
+    factor = {"off": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[rule]
+    if factor == 1.0:
+        return
+    bases = [base * factor for base in trainer.scheduler.base_lrs]
+    trainer.scheduler.base_lrs = bases
+    for group, base in zip(trainer.optimizer.param_groups, bases, strict=True):
+        group["initial_lr"] = base
+
+
+def warm_up(trainer: Any, update: int, accumulate: int) -> None:
+    """Set rates and momenta for this update, as the host would for the same update of a run on big batches.
+
+    The host interpolates over micro-batches; its rule is kept and the index is the update's.
+    """
+    updates = trainer._get_warmup_iterations(len(trainer.train_loader) / accumulate)
+    if not updates or update > updates:
+        return
+    span, args = [0, updates], trainer.args
+    for group in trainer.optimizer.param_groups:
+        start = args.warmup_bias_lr if group.get("param_group") == "bias" else 0.0
+        group["lr"] = float(np.interp(update, span, [start, group["initial_lr"] * trainer.lf(trainer.epoch)]))
+        if "momentum" in group:
+            group["momentum"] = float(np.interp(update, span, [args.warmup_momentum, args.momentum]))

@@ -1,0 +1,154 @@
+"""The Ultralytics plug: `yolo train … callbacks=plugins.yolo`, or `attach(model)` from Python.
+
+`callbacks` is a dict of event -> function, as in Ultralytics' own integrations. `python -m plugins.yolo train …`
+is the `yolo` command with this plug in it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from plugins.config import AccelConfig
+from plugins.errors import AccelError
+
+HOST = "ultralytics"
+Callback = Callable[[Any], None]
+_log = logging.getLogger("ultralytics")
+
+
+def start(trainer: Any, options: Mapping[str, Any] | None = None) -> None:
+    """`on_pretrain_routine_end`: take hold of the trainer. Fires on every rank, in worker processes too."""
+    if getattr(trainer, "accel", None) is not None:
+        return
+    from integrations.seam import UnsupportedRun
+    from integrations.ultralytics.adapter import Adapter
+    from integrations.ultralytics.saving import find_state
+    from plugins.core import precision
+    from plugins.core.compile import CompileRefused
+    from plugins.core.report import versions
+    from plugins.core.session import Session
+
+    state = find_state(trainer, Session.files)
+    given = AccelConfig(**(options or {})).given()
+    config = AccelConfig(**{**(state or {}).get("config", {}), **given})
+    session = Session(config, HOST, say=_log.warning)
+    session.report.versions = versions("ultralytics", "torchvision")
+    if trainer.resume:
+        if state is None:
+            session.warn("no extra state lies beside this checkpoint: resuming from the averaged weights, as the host")
+        else:
+            _log.info(f"accel: resuming live weights, optimizer, window and random state; settings {config.given()}")
+    check(config, {"batch": trainer.batch_size})
+    try:
+        adapter = Adapter(trainer, session, precision.resolve(config.precision, trainer.device))
+        with adapter.released_on_error():
+            adapter.hold(state)
+    except (UnsupportedRun, CompileRefused, precision.Unsupported) as error:
+        raise AccelError(str(error)) from None
+    trainer.accel = adapter
+    facts = session.report.window
+    _log.info(
+        f"accel: {facts.accumulate} x {facts.micro_batch} = {facts.effective_batch} images an update, "
+        f"{session.report.compile.decision}"
+    )
+
+
+def saved(trainer: Any) -> None:
+    """`on_model_save`: the report as it stands, so that a killed run has one."""
+    _write_report(trainer)
+
+
+def finish(trainer: Any) -> None:
+    """`teardown`, on errors too: write the report and give the trainer back."""
+    adapter = getattr(trainer, "accel", None)
+    if adapter is None:
+        return
+    trainer.accel = None
+    adapter.release()
+    path = _write_report(trainer, adapter)
+    adapter.seam.end()
+    if path is not None:
+        _log.info(f"accel: report {path.with_suffix('.html')}")
+
+
+def _write_report(trainer: Any, adapter: Any = None) -> Path | None:
+    from integrations.ultralytics.adapter import writes_report
+
+    adapter = adapter or getattr(trainer, "accel", None)
+    if adapter is None or not writes_report():
+        return None
+    try:
+        path: Path = adapter.seam.write_report(Path(trainer.save_dir))
+    except OSError as error:
+        adapter.seam.warn(f"report not written: {error}")
+        return None
+    return path
+
+
+def configure(options: Mapping[str, Any], host_args: Mapping[str, Any] | None = None) -> dict[str, Callback]:
+    """Callbacks for these settings, checked against the host's own arguments before anything is written.
+
+    Raises:
+        AccelError: one line that names the field, the value and what is allowed.
+    """
+    check(AccelConfig(**options), host_args or {})
+    return {**callbacks, "on_pretrain_routine_end": partial(start, options=dict(options))}
+
+
+def check(config: AccelConfig, host_args: Mapping[str, Any]) -> None:
+    """Contradictions between the settings and the host's arguments.
+
+    Raises:
+        AccelError
+    """
+    if config.batchnorm == "precise":
+        raise AccelError("batchnorm=precise: not for Ultralytics; allowed are host, momentum, freeze")
+    if host_args.get("compile"):
+        raise AccelError(
+            f"compile={host_args['compile']}: the host's own compile and the plug exclude each other; "
+            "leave compile out and set accel.compile=on"
+        )
+    batch = host_args.get("batch", 16)
+    if (
+        config.effective_batch != "host"
+        and isinstance(batch, int)
+        and batch > 0
+        and int(config.effective_batch) % batch
+    ):
+        raise AccelError(
+            f"effective_batch={config.effective_batch}: not a multiple of batch={batch}; "
+            f"allowed are {batch}, {2 * batch}, ..."
+        )
+
+
+def attach(model: Any, **options: Any) -> Any:
+    """Plug into an Ultralytics model from Python: `attach(YOLO(…), accumulate=4).train(…)`. Returns the model.
+
+    Attaching again replaces the settings.
+
+    Raises:
+        AccelError: an unknown field, a bad value, two contradicting fields.
+    """
+    ours = (start, saved, finish)
+    for event, function in configure(options).items():
+        kept = [f for f in model.callbacks[event] if getattr(f, "func", f) not in ours]
+        model.callbacks[event] = [*kept, function]
+    return model
+
+
+callbacks: dict[str, Callback] = {
+    "on_pretrain_routine_end": start,
+    "on_model_save": saved,
+    "teardown": finish,
+}
+
+if __name__ == "__main__":
+    import sys
+
+    from integrations.ultralytics.command import main
+
+    main(sys.argv, ["plugins.yolo"])
