@@ -1,6 +1,6 @@
 """A small labelled data set of drawn shapes: three classes, train and val, the same for a seed on any machine.
 
-    python examples/shapes.py demo/shapes            # 400 + 100 images of 160 px, YOLO detection labels
+python examples/shapes.py demo/shapes            # 400 + 100 images of 160 px, YOLO detection labels
 """
 
 from __future__ import annotations

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from integrations.easyocr import optim, pictures
 from integrations.easyocr.batches import WidthBatches
@@ -33,7 +32,8 @@ from integrations.easyocr.standing import Result, Standing
 from integrations.easyocr.stream import MicroBatch, loader
 from plugins.config import AccelConfig
 from plugins.core.checkpoint import seed_everything, sweep, write_atomically
-from plugins.core.interrupt import any_rank, asked_to_stop, from_first
+from plugins.core.interrupt import asked_to_stop
+from plugins.core.ranks import any_rank, from_first, joined
 from plugins.core.report import versions
 from plugins.core.shapes import choose_edges
 from plugins.core.update import NonFiniteGradient
@@ -80,7 +80,8 @@ def fit(
             f"experiment_name={settings.experiment_name}: {last} is there already; resume=True goes on from it, "
             "another experiment_name or output leaves it alone"
         )
-    return _Run(prepared, chosen, say).train(start)
+    with joined() as rank:
+        return _Run(prepared, chosen, rank, say).train(start)
 
 
 def _config(options: dict[str, Any]) -> AccelConfig:
@@ -97,10 +98,9 @@ def _config(options: dict[str, Any]) -> AccelConfig:
 class _Run:
     """The loop over one `Prepared`; `train` is the whole of it."""
 
-    def __init__(self, prepared: Prepared, config: AccelConfig, say: Callable[[str], None]) -> None:
+    def __init__(self, prepared: Prepared, config: AccelConfig, rank: int, say: Callable[[str], None]) -> None:
         self.prepared, self.settings, self.folder = prepared, prepared.settings, prepared.folder
-        self.rank = dist.get_rank() if dist.is_initialized() else 0
-        self.first = self.rank == 0
+        self.rank, self.first = rank, rank == 0
         self.model = prepared.model.to(_device())
         self.accel = Accelerated(
             self.model,
@@ -117,6 +117,7 @@ class _Run:
         self.at = Standing(prepared, write_atomically)
         self.readings: Readings | None = None
         self.pace = Pace()
+        self.validated = -1  # the update of the last validation
 
     def _batches(self, config: AccelConfig) -> WidthBatches:
         widths = self.prepared.lines.widths()
@@ -155,7 +156,7 @@ class _Run:
         report = None
         try:
             stopped = self._loop(board)
-            if stopped != "interrupted" and (not self.at.history or self.at.history[-1].update != self.accel.updates):
+            if stopped != "interrupted" and self.validated != self.accel.updates:
                 self._validate(board)
             elif self.first:
                 self._save()
@@ -205,21 +206,18 @@ class _Run:
                 accel.session.warn(f"left out, the picture cannot be decoded: {name}")
         if not len(batch):
             return self._nothing()
-        with accel.forward(batch.images) as images:
+        with accel.forward(batch.images, padding=batch.padding * batch.images.shape[2]) as images:
             logits = read(self.model, images)
         loss = ctc_loss(logits, batch.classes.to(accel.device), batch.lengths)
         self.pace.add(loss.detach(), len(batch))
-        seen, (count, _, height, width) = accel.session.seen, batch.images.shape
-        seen.padding, seen.elements = seen.padding + batch.padding * height, seen.elements + count * height * width
         return accel.backward(loss, weight=len(batch))
 
     def _nothing(self) -> Any:
         """A micro-batch whose pictures were all lost: skipped alone; among ranks it counts, with no weight."""
         if self.accel.world == 1:
             return None
-        self.accel.session.micro_batch(())
-        zero = sum(p.sum() for p in self.model.parameters() if p.requires_grad) * torch.zeros(())
-        return self.accel.backward(zero.to(self.accel.device), weight=0)
+        touched = torch.stack([p.sum() for p in self.model.parameters() if p.requires_grad])
+        return self.accel.backward(touched.sum() * 0.0, weight=0)
 
     def _validate(self, board: Board) -> None:
         """Reads the validation lines as the Reader does; rank 0 scores, saves and tells the others."""
@@ -240,6 +238,7 @@ class _Run:
             board.validated(row, self.readings.samples(self.prepared.valid))
             self.at.keep(found, self.accel.weights)
             self._save()
+        self.validated = self.accel.updates
         self.pace.reset()
         self.at.stale = from_first(self.at.stale, self.accel.device)
 
@@ -272,6 +271,7 @@ class _Run:
         if there != here:
             raise AccelError(f"{path}: its character set is {there!r}, the configuration's is {here!r}")
         self.at.load(extra)
+        self.validated = self.at.history[-1].update if self.at.history else -1
         if extra["order"] != self._order():
             self.at.position = 0
             self.accel.session.warn(

@@ -35,6 +35,7 @@ from plugins.core.update import Outcome
 from plugins.errors import AccelError
 
 SCHEMA = 1
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Accelerated:
@@ -86,7 +87,7 @@ class Accelerated:
         if self.world > 1:
             _same_start(model)
         self.average = EMA(model, float(self.config.ema)) if self.config.ema not in ("host", "off") else None
-        self._validating = False
+        self._validating = self._entered = False
         self.session = Session(self.config, host, say)
         try:
             self.session.model_ready(
@@ -114,18 +115,24 @@ class Accelerated:
         return self.session.updates
 
     @contextmanager
-    def forward(self, *inputs: Tensor) -> Iterator[Any]:
+    def forward(self, *inputs: Tensor, padding: int = 0) -> Iterator[Any]:
         """Gives the inputs on the model's device and in its memory format, and runs what is inside in autocast.
 
-        The first input's shape is the micro-batch's; the forward pass and the loss belong inside, backward outside.
+        The first input is the micro-batch, [B, ...], `padding` of its elements being padding. The forward pass and
+        the loss belong inside, backward outside.
         """
-        shape = inputs[0].shape if inputs else torch.Size()
-        if shape and not self.session.report.window.micro_batch:
-            self.session.describe_window(shape[0])
-        self.session.micro_batch(shape)
+        if inputs:
+            self._enter(inputs[0].shape[0])
+            self.session.shape(inputs[0].shape, padding)
         moved = [self.moved(value) for value in inputs]
         with self.autocast():
             yield moved[0] if len(moved) == 1 else tuple(moved)
+
+    def _enter(self, samples: int) -> None:
+        if not self.session.report.window.micro_batch:
+            self.session.describe_window(samples)
+        self.session.micro_batch(samples)
+        self._entered = True
 
     def moved(self, value: Tensor) -> Tensor:
         value = value.to(self.device, non_blocking=True)
@@ -137,21 +144,25 @@ class Accelerated:
         """Autocast in the run's precision; nothing in fp32."""
         return torch.autocast(self.device.type, dtype=self.dtype) if self.dtype is not None else nullcontext()
 
-    def backward(self, loss: Tensor, weight: float | Tensor, samples: int | None = None) -> Outcome | None:
+    def backward(self, loss: Tensor, weight: float | Tensor) -> Outcome | None:
         """Backward of one micro-batch; the window's last one is an update, and then says what it came to.
 
         Args:
-            loss: 0-dim mean over `weight` targets (samples, tokens, pixels). Call it outside autocast.
+            loss: 0-dim mean over `weight` targets (samples, tokens, pixels).
             weight: those targets; a window's update is the gradient of the mean over all its targets.
-            samples: samples in the micro-batch, for the report; default `weight`.
         """
         if torch.is_autocast_enabled(self.device.type):
             raise AccelError("backward: called inside autocast; leave accel.forward first, backward belongs outside")
+        if not self._entered:
+            self._enter(int(weight))
+        self._entered = False
         factor = self.session.mean(weight)
         weighted = loss * factor if isinstance(factor, Tensor) or factor != 1.0 else loss
         scaler = self.session.update.scaler
         (scaler.scale(weighted) if scaler is not None else weighted).backward()
-        return self._closed(self.session.backward_done(int(weight) if samples is None else samples))
+        outcome = self._closed(self.session.backward_done())
+        self.session.idle()
+        return outcome
 
     def flush(self) -> Outcome | None:
         """Closes a window that is not full, weighted by its own targets; None when it is empty."""
@@ -258,10 +269,10 @@ class Accelerated:
     def _precision(self) -> tuple[torch.dtype | None, Any]:
         try:
             self.precision = precision.resolve(self.config.precision, self.device)
-        except ValueError as error:
+        except precision.Unsupported as error:
             raise AccelError(str(error)) from None
         scaler = torch.amp.GradScaler(self.device.type) if self.precision == "fp16" else None
-        return precision.DTYPES.get(self.precision), scaler
+        return DTYPES.get(self.precision), scaler
 
     def _channels_last(self) -> bool:
         convolutions = any(isinstance(module, nn.Conv2d) for module in self.model.modules())

@@ -63,11 +63,16 @@ class LineSet:
     lines: list[Line]
     source: Any = None
     image_column: str = "image"
+    _whole: set[int] = field(default_factory=set)
 
     def grey(self, index: int) -> np.ndarray | None:
         """Picture as uint8 [h, w], read as `easyocr.Reader` reads a file; None if it cannot be decoded."""
         line = self.lines[index]
         if line.path is not None:
+            # The Reader's decoder fills what a cut-off file lacks with black; that is no line to learn from.
+            if index not in self._whole and not is_whole(line.path):
+                return None
+            self._whole.add(index)
             return read_grey(line.path)
         try:
             picture = self.source[line.row][self.image_column]
@@ -81,6 +86,16 @@ def read_grey(path: Path) -> np.ndarray | None:
     import cv2
 
     return cv2.imread(str(path), cv2.IMREAD_GRAYSCALE)
+
+
+def is_whole(path: Path) -> bool:
+    """Whether the file decodes to its end."""
+    try:
+        with Image.open(path) as picture:
+            picture.load()
+    except (OSError, SyntaxError, ValueError):
+        return False
+    return True
 
 
 def read_labels(leaf: Path) -> list[tuple[str, str]]:
@@ -197,7 +212,9 @@ def _size(path: Path) -> tuple[int, int] | str:
     try:
         with Image.open(path) as picture:
             width, height = picture.size
-            sideways = picture.getexif().get(_EXIF_ORIENTATION) in _SIDEWAYS
+            # Pillow decodes a whole PNG to look for EXIF behind its pixels; only what its header tells counts here.
+            tagged = picture.format != "PNG" or "exif" in picture.info
+            sideways = tagged and picture.getexif().get(_EXIF_ORIENTATION) in _SIDEWAYS
     except (UnidentifiedImageError, OSError, SyntaxError, ValueError, Image.DecompressionBombError):
         return "corrupt image"
     return (height, width) if sideways else (width, height)

@@ -8,9 +8,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
-import torch.distributed as dist
-
 
 @contextmanager
 def asked_to_stop() -> Iterator[threading.Event]:
@@ -34,21 +31,3 @@ def asked_to_stop() -> Iterator[threading.Event]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def any_rank(value: bool, device: torch.device) -> bool:
-    """Whether any process says yes: all leave a loop at the same update. One small all-reduce; none alone."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return value
-    votes = torch.tensor(float(value), device=device)
-    dist.all_reduce(votes)
-    return bool(votes)
-
-
-def from_first(value: int, device: torch.device) -> int:
-    """Rank 0's number on every rank."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return value
-    told = torch.tensor(value, device=device)
-    dist.broadcast(told, src=0)
-    return int(told)
