@@ -2,9 +2,10 @@
 
 Everything is taken hold of at `on_pretrain_routine_end`, the one event that every rank fires, after model,
 optimizer, EMA and loaders are built and before the first batch. Patched on the trainer: `optimizer_step`,
-`preprocess_batch`, `_model_train`, `_build_train_pipeline`, `validate`, `_handle_nan_recovery`, `save_model`,
-`final_eval`, and the paths `last`, `best`, `wdir`. On the live model: `loss`. On its criterion: `loss` and
-`assigner` (see losses.py). The module-level `strip_optimizer` is exchanged only while `final_eval` runs.
+`preprocess_batch`, `_model_train`, `_build_train_pipeline`, `_close_dataloader_mosaic`, `validate`,
+`_handle_nan_recovery`, `save_model`, `final_eval`, and the paths `last`, `best`, `wdir`. On the live model: `loss`. On
+its criterion: `loss` and `assigner` (see losses.py). The module-level `strip_optimizer` is exchanged only while
+`final_eval` runs. The trainer's `accumulate` is held at 1, so that `optimizer_step` is called after every micro-batch.
 """
 
 from __future__ import annotations
@@ -39,7 +40,14 @@ class Adapter:
         self.trainer, self.seam, self.precision = trainer, seam, precision
         self.model: nn.Module = unwrap_model(trainer.model)
         self.patches = Patches()
+        self._callbacks = {
+            "on_train_epoch_start": self._epoch_start,
+            "on_train_batch_end": self._batch_end,
+            "on_train_epoch_end": self._epoch_end,
+        }
         self._draw: Any = None
+        self._mosaic_closed = False
+        self._index = -1  # of the micro-batch in its epoch
 
     def hold(self, state: dict[str, Any] | None = None) -> None:
         """Put everything on; `state` is the extra state of a resumed run.
@@ -51,8 +59,7 @@ class Adapter:
         check_trainer(trainer)
         self.size = schedule.window_size(config, trainer.batch_size)
         host_accumulate = trainer.accumulate
-        effective = trainer.batch_size * (self.size or host_accumulate)
-        schedule.scale_learning_rate(trainer, config.lr_scale, effective / (trainer.batch_size * host_accumulate))
+        schedule.scale_learning_rate(trainer, config.lr_scale, (self.size or host_accumulate) / host_accumulate)
         if config.seed != "host":
             self.seam.files.seed_everything(config.seed)
             if getattr(trainer.train_loader, "generator", None) is not None:
@@ -95,6 +102,9 @@ class Adapter:
         if not self.seam.window.empty:
             self.seam.drop()
         self.patches.undo()
+        for event, function in self._callbacks.items():
+            if function in self.trainer.callbacks[event]:
+                self.trainer.callbacks[event].remove(function)
         if isinstance(self.trainer.model, nn.parallel.DistributedDataParallel):
             self.trainer.model.require_backward_grad_sync = True
 
@@ -114,20 +124,31 @@ class Adapter:
         self._build = put(trainer, "_build_train_pipeline", self._build_train_pipeline)
         self._host_validate = put(trainer, "validate", self._validate)
         self._recover = put(trainer, "_handle_nan_recovery", self._handle_nan_recovery)
-        trainer.add_callback("on_train_epoch_start", self._epoch_start)
-        trainer.add_callback("on_train_batch_end", lambda _: self.seam.idle())
-        trainer.add_callback("on_train_epoch_end", self._epoch_end)
+        self._close_mosaic = put(trainer, "_close_dataloader_mosaic", self._close_dataloader_mosaic)
+        for event, function in self._callbacks.items():
+            trainer.add_callback(event, function)
 
     # -- the loop, in its order ---------------------------------------------------------------------------------
 
     def _epoch_start(self, trainer: Any) -> None:
         """The last moment before the first batch is drawn: put back what a resumed run has to draw from."""
+        self._index = -1
         state, self._resumed = self._resumed, None
         if state is not None:
+            rates = [group["initial_lr"] for group in trainer.optimizer.param_groups]
             self.seam.load_state_dict(state)
-            loader.restore(trainer.train_loader, state["loader"])
+            for group, rate in zip(trainer.optimizer.param_groups, rates, strict=True):
+                group["initial_lr"] = rate  # settings may have changed with the resume
+            if self.size is not None:
+                schedule.set_weight_decay(trainer, trainer.batch_size * self.size)
+            self._mosaic_closed = state["mosaic_closed"]
+            loader.restore(trainer.train_loader, state["loader"], self._mosaic_closed)
             self._draw = state["draw"] and (state["draw"][0], tuple(state["draw"][1]), state["draw"][2])
             self.seam.files.set_random_state(state["random"])
+
+    def _close_dataloader_mosaic(self) -> None:
+        self._close_mosaic()
+        self._mosaic_closed = True
 
     def _model_train(self) -> None:
         self._train_mode()
@@ -135,7 +156,8 @@ class Adapter:
 
     def _preprocess_batch(self, batch: dict[str, Any]) -> dict[str, Any]:
         first = self.seam.window.empty
-        self.seam.micro_batch(batch["img"].shape[0], expected=self.trainer.accumulate if self.size is None else None)
+        self._index += 1
+        self.seam.micro_batch(batch["img"].shape[0], expected=self._due() if self.size is None else None)
         if getattr(self.trainer.args, "multi_scale", 0.0) and self.seam.window.expected > 1:
             batch = self._preprocess_at_one_scale(batch, first)
         else:
@@ -178,15 +200,23 @@ class Adapter:
         return self.model(batch["img"]) if compiled else None
 
     def _optimizer_step(self) -> None:
-        """Called by the host whenever its own rule says so: with K of ours that is after every micro-batch."""
-        if self.size is None:
+        """Called by the host after every micro-batch, since its `accumulate` is held at 1."""
+        if self.size is None and self.seam.window.micro_batches >= self._due():
             self.seam.close()
         else:
             self.seam.backward_done()
 
+    def _due(self) -> int:
+        """Micro-batches after which the host's own rule would step now."""
+        return schedule.host_window(self.trainer, self._index, self._nominal)
+
+    def _batch_end(self, _: Any) -> None:
+        self.seam.idle()
+
     def _set_rates(self, update: int) -> None:
         if self.size is not None:
-            schedule.warm_up(self.trainer, update, self.size)
+            an_epoch = len(self.trainer.train_loader) / self.size
+            schedule.warm_up(self.trainer, update, an_epoch if self.crosses_epochs else math.ceil(an_epoch))
 
     def _epoch_end(self, trainer: Any) -> None:
         """Before validation and saving: flush the tail of the training, or of an epoch that a window may not cross."""
@@ -204,7 +234,12 @@ class Adapter:
         trainer = self.trainer
         if trainer.loss is not None and not trainer.loss.isfinite() and self.seam.config.nonfinite == "skip":
             trainer.loss = torch.zeros_like(trainer.loss)
-        return bool(self._recover(epoch))
+        with self.patches.lifted(self.model):  # the host copies the live model into a new average
+            recovered = bool(self._recover(epoch))
+        if recovered:
+            self.seam.drop()  # the host throws the gradients away
+            self._set_decay(self.seam.config.ema)
+        return recovered
 
     def _build_train_pipeline(self) -> None:
         """Built again after the host halved its batch for lack of memory: windows start anew at the new size."""
@@ -215,10 +250,11 @@ class Adapter:
     def _resize(self, size: int | None) -> None:
         self.size = size
         window, trainer = self.seam.window, self.trainer
-        window.size, window.expected = size, size or trainer.accumulate
+        self._nominal = trainer.accumulate  # as the host has just computed it from nbs and this batch
+        window.size, window.expected = size, size or self._nominal
         if size is not None:
             schedule.set_weight_decay(trainer, trainer.batch_size * size)
-            trainer.accumulate = 1  # so that the host calls optimizer_step after every micro-batch
+        trainer.accumulate = 1  # so that the host calls optimizer_step after every micro-batch
         self.seam.describe_window(trainer.batch_size)
 
     def _state(self) -> dict[str, Any]:
@@ -226,6 +262,7 @@ class Adapter:
         return {
             **self.seam.state_dict(),
             "loader": loader.position(self.trainer.train_loader),
+            "mosaic_closed": self._mosaic_closed,
             "draw": self._draw and [self._draw[0], list(self._draw[1]), self._draw[2]],
         }
 

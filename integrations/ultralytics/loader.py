@@ -21,29 +21,40 @@ def position(loader: Any) -> dict[str, Any]:
     }
 
 
-def restore(loader: Any, state: dict[str, Any]) -> None:
-    """Bring a fresh loader to where `position` was taken, also when the host resets it once more before use."""
+def restore(loader: Any, state: dict[str, Any], mosaic_closed: bool) -> None:
+    """Bring a fresh loader to where `position` was taken.
+
+    The straight run goes on with the iterator that it made long ago, unless the host closes the mosaic now, which
+    begins a new one. A host that resumes closes it in any case: `mosaic_closed` says that the straight run did before.
+    """
     _refill(loader.dataset, state["buffer"])
     if state["generator"] is None or loader.num_workers > 0:
         return  # workers draw ahead and from generators of their own: equal in distribution, not bit for bit
-    _prime(loader, state["generator"])
-    reset = loader.reset
+    begins_anew = False
+    reset, make_iterator = loader.reset, loader._get_iterator
 
-    def reset_and_prime() -> None:
-        """An epoch that closes the mosaic resets the loader: right once, but not again on every resume."""
+    def note_reset() -> None:
+        nonlocal begins_anew
         reset()
-        _prime(loader, state["generator"])
+        begins_anew = not mosaic_closed
 
-    loader.reset = reset_and_prime
+    def first_iterator() -> Any:
+        del loader.reset, loader._get_iterator
+        if begins_anew:
+            loader.generator.set_state(state["generator"])
+            return make_iterator()
+        iterator = make_iterator()  # draws a seed, as the straight run's did when it was made
+        loader.generator.set_state(state["generator"])
+        _pending_draw(loader)
+        return iterator
+
+    loader.reset, loader._get_iterator = note_reset, first_iterator
 
 
-def _prime(loader: Any, generator: torch.Tensor) -> None:
-    """Create the iterator (which draws a seed) and only then set the generator: the straight run made it long ago."""
-    loader.iterator = loader._get_iterator()
-    loader.generator.set_state(generator)
+def _pending_draw(loader: Any) -> None:
+    """After a full last batch torch's RandomSampler has one draw pending, for the empty rest of its epoch."""
     samples = len(loader.sampler)
     if samples % loader.batch_size == 0 and isinstance(loader.sampler, torch.utils.data.RandomSampler):
-        # After a full last batch torch's RandomSampler has one draw pending, for the empty rest of its epoch.
         torch.randperm(samples, generator=loader.generator)
 
 

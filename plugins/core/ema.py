@@ -17,7 +17,7 @@ from torch import Tensor, nn
 class EMA:
     """Shadow of a model: `shadow = decay * shadow + (1 - decay) * live`, at `decay` in (0, 1).
 
-    With `ramp` the decay starts at 1 / 10 and approaches its value as (1 + n) / (10 + n), so that a short run
+    With `ramp` the n-th update has the decay (1 + n) / (10 + n) until that reaches `decay`, so that a short run
     is not ruled by its starting weights.
     """
 

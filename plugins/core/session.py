@@ -24,11 +24,12 @@ from plugins.core.batchnorm import SMALL_MICRO_BATCH, Statistics
 from plugins.core.memory import Peaks
 from plugins.core.report import Report, Series
 from plugins.core.shapes import Marker, Seen
-from plugins.core.update import Outcome, Resumable, Update
+from plugins.core.update import NonFiniteGradient, Outcome, Resumable, Update
 from plugins.core.watch import Watch
 from plugins.core.window import ALL, Term, Window
 
 WITHOUT_GRADIENT_SHOWN = 20
+SKIPS_SHOWN = 5
 
 
 class Session:
@@ -111,7 +112,7 @@ class Session:
         report.device = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else self.device.type
         report.memory.kind = self.peaks.kind
         self.describe_window(micro_batch)
-        report.window.exact = self.window.exact
+        report.window.exact = self.window.exact and not report.window.approximate_terms
         report.gradients.clip_norm = self.update.clip_norm
         report.batchnorm.layers = len(self.statistics.layers)
         report.batchnorm.rule = self.config.batchnorm
@@ -280,7 +281,11 @@ class Session:
             self._schedule(self.updates)
         if not self.series.seconds:
             self._without_gradient()
-        outcome = self.update.step(self.window)
+        try:
+            outcome = self.update.step(self.window)
+        except NonFiniteGradient:
+            self.statistics.restore()
+            raise
         self.closed(outcome)
         return outcome
 
@@ -292,7 +297,11 @@ class Session:
         else:
             facts.skipped_updates += 1
             self.statistics.restore()
-            self.warn(f"update {self.updates - 1}: the gradient norm is {outcome.norm}; the update was skipped")
+            if facts.skipped_updates <= SKIPS_SHOWN:
+                last = "; further ones are only counted" if facts.skipped_updates == SKIPS_SHOWN else ""
+                self.warn(
+                    f"update {self.updates - 1}: the gradient norm is {outcome.norm}; the update was skipped{last}"
+                )
         facts.partial_windows += outcome.partial
         self._spend(time.perf_counter())
         self.series.seconds.append(self._spent)

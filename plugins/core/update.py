@@ -1,6 +1,6 @@
 """One update, once a window, in the one order that every host gets:
 
-    unscale -> rescale to exact -> finite? -> clip -> step -> scaler update -> zero gradients -> EMA
+    sum over ranks -> unscale -> rescale to exact -> finite? -> clip -> step -> scaler update -> zero gradients -> EMA
 
 A host that steps by itself calls `prepare` before its step and `finish` after it; `step` is both around ours.
 """
@@ -54,7 +54,8 @@ class Update:
         nonfinite: `skip`, or `stop` to raise `NonFiniteGradient`.
         groups: parameters by loss group, where a host has several normalisers; default all in one.
         average: moved after every update that happened, never after a skipped one.
-        sync: sum gradients over ranks here, once an update, where the host's own reduction was held back.
+        sync: average gradients over ranks here, once an update, where the host's own reduction was held back. Hosts
+            multiply the loss by the number of ranks, so that the average is the sum that a big batch has.
         keep_gradients: zero gradients in place, as CUDA graphs need.
     """
 
@@ -80,11 +81,11 @@ class Update:
         return [p.grad for p in self.parameters() if p.grad is not None]
 
     def prepare(self, window: Window, unscale: bool = True) -> Outcome:
-        """Unscale, sum over ranks, rescale, check, clip. The only host-device sync of an update is the norm."""
-        if unscale and self.scaler is not None and self.scaler.is_enabled():
+        """Average over ranks, unscale, rescale, check, clip. The only host-device sync of an update is the norm."""
+        if self.sync:  # before unscaling, so that an inf of one rank lowers the scale of all
+            _average_over_ranks(self.parameters())
+        if unscale and self._scaled:
             self.scaler.unscale_(self.optimizer)
-        if self.sync:
-            _add_over_ranks(self.gradients(), mean=not window.weighted)
         self._rescale(window)
         gradients = self.gradients()
         total = torch.nn.utils.get_total_norm(gradients) if gradients else torch.zeros(())
@@ -107,7 +108,7 @@ class Update:
     def step(self, window: Window) -> Outcome:
         """The whole update. A non-finite gradient leaves weights, optimizer state and average untouched."""
         outcome = self.prepare(window)
-        if self.scaler is not None and self.scaler.is_enabled():
+        if self._scaled:
             # A finite norm means that the scaler found no inf either; update() lowers the scale where it did.
             if outcome.stepped:
                 self.scaler.step(self.optimizer)
@@ -121,18 +122,33 @@ class Update:
     def zero(self) -> None:
         self.optimizer.zero_grad(set_to_none=not self.keep_gradients)
 
+    @property
+    def _scaled(self) -> bool:
+        """A scaler that meets no gradient at all has checked nothing, and refuses to step."""
+        return self.scaler is not None and self.scaler.is_enabled() and bool(self.gradients())
+
     def _rescale(self, window: Window) -> None:
         for group, factor in window.factors().items():
             members = self.parameters() if group == ALL else self._groups[group]
             scale_([p.grad for p in members if p.grad is not None], factor)
 
 
-def _add_over_ranks(gradients: list[Tensor], mean: bool) -> None:
-    """One all-reduce of all gradients: their sum, which the window divides by all ranks' targets; or their mean."""
-    if not gradients or not dist.is_initialized() or dist.get_world_size() == 1:
+def _average_over_ranks(parameters: list[nn.Parameter]) -> None:
+    """One all-reduce of all gradients: the mean over ranks, as DistributedDataParallel would give.
+
+    A parameter that a rank did not reach in its window adds zeros there; one that no rank reached keeps no gradient.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
         return
-    flat = torch._utils._flatten_dense_tensors(gradients)
+    trainable = [p for p in parameters if p.requires_grad]
+    reached = torch.tensor([p.grad is not None for p in trainable])
+    pieces = [(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in trainable]
+    flat = torch.cat([*pieces, reached.to(pieces[0])])
     dist.all_reduce(flat)
-    if mean:
-        flat /= dist.get_world_size()
-    torch._foreach_copy_(gradients, list(torch._utils._unflatten_dense_tensors(flat, gradients)))
+    *means, ranks = (flat / dist.get_world_size()).split([*(p.numel() for p in trainable), len(trainable)])
+    anywhere = reached.tolist() if bool(reached.all()) else (ranks > 0).tolist()
+    for parameter, mean, found in zip(trainable, means, anywhere, strict=True):
+        if found:
+            if parameter.grad is None:
+                parameter.grad = torch.empty_like(parameter)
+            parameter.grad.copy_(mean.view_as(parameter))

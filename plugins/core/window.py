@@ -44,11 +44,13 @@ class Term:
     @classmethod
     def mean(cls, count: Scalar) -> Term:
         """A loss that is a mean over `count` targets (tokens, labels, images)."""
+        count = _single(count)
         return cls(weight=_at_least(count, 0.0), targets=count)
 
     @classmethod
     def batch_mean(cls, images: int, targets: Scalar, floor: float = 1.0) -> Term:
         """A loss that is `images * N / max(targets, floor)`: Ultralytics detection."""
+        targets = _single(targets)
         return cls(weight=_at_least(targets, floor) / images, targets=targets, images=images, floor=floor)
 
 
@@ -60,7 +62,7 @@ class _Totals:
     floor: float = 0.0
 
     def add(self, term: Term) -> None:
-        self.targets = self.targets + term.targets
+        self.targets = self.targets + _double(term.targets)
         self.images += term.images or 0
         self.scaled = term.images is not None
         self.floor = term.floor
@@ -118,8 +120,8 @@ class Window:
                 weights[group] = 1.0
                 continue
             if group not in self._power:
-                # Ranks add their gradients before the factor is known, so their powers must be equal: 1 until then.
-                self._power[group] = _power_of_two(totals.factor(self.expected)) if _world() == 1 else 1.0
+                # Over all ranks: their gradients are averaged before the close, so they must share one power.
+                self._power[group] = _power_of_two(_over_ranks(totals).factor(self.expected))
             weights[group] = term.weight * self._power[group]
         return weights
 
@@ -175,6 +177,18 @@ def _at_least(value: Any, floor: float) -> Any:
     return max(value, floor) if floor else (value if value > 0 else 1.0)
 
 
+def _single(value: Scalar) -> Scalar:
+    """Counts that come in half precision (target scores under autocast) would be rounded, or overflow, in a sum."""
+    return value.float() if isinstance(value, Tensor) and value.dtype in (torch.float16, torch.bfloat16) else value
+
+
+def _double(value: Scalar) -> Scalar:
+    """Whole numbers for the division at the close, where torch would divide them in single precision (MPS has that)."""
+    if isinstance(value, Tensor) and not value.is_floating_point() and value.device.type != "mps":
+        return value.double()
+    return value
+
+
 def scale_(tensors: Iterable[Tensor], factor: Scalar) -> None:
     """Multiply tensors in place by one number that may live on the device."""
     tensors = list(tensors)
@@ -195,8 +209,8 @@ def _over_ranks(totals: _Totals) -> _Totals:
     device = totals.targets.device if isinstance(totals.targets, Tensor) else _rank_device()
     both = torch.stack(
         [
-            torch.as_tensor(totals.targets, dtype=torch.float32, device=device).reshape(()),
-            torch.tensor(float(totals.images), device=device),
+            torch.as_tensor(totals.targets, dtype=torch.float64, device=device).reshape(()),
+            torch.tensor(totals.images, dtype=torch.float64, device=device),
         ]
     )
     dist.all_reduce(both)
@@ -210,8 +224,6 @@ def _rank_device() -> torch.device:
 def _power_of_two(value: Scalar) -> Scalar:
     """The power of two nearest to a positive value (on its device); 1 where the value is not usable."""
     tensor = torch.as_tensor(value).detach()
-    if not tensor.is_floating_point():
-        tensor = tensor.float()
-    exponent = torch.log2(tensor).round().clamp(-24, 24).nan_to_num(0.0)
+    exponent = torch.log2(tensor.float()).round().clamp(-24, 24).nan_to_num(0.0)
     power = torch.ldexp(torch.ones_like(exponent), exponent)
     return power if isinstance(value, Tensor) else float(power)
