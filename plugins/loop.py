@@ -157,6 +157,8 @@ class Accelerated:
             self._enter(int(weight))
         self._entered = False
         factor = self.session.mean(weight)
+        if self.world > 1 and self.session.window.weighted:
+            factor = factor * self.world  # the core averages gradients over ranks; the big batch's are their sum
         weighted = loss * factor if isinstance(factor, Tensor) or factor != 1.0 else loss
         scaler = self.session.update.scaler
         (scaler.scale(weighted) if scaler is not None else weighted).backward()
