@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import shutil
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from render_lines import line, text
 from plugins.easyocr import fit
 
 HARD = "cmtt10"  # TeX's typewriter: the stock weights put spaces before its punctuation
+STOCK_BELOW, WANTED = 0.90, 0.97  # word accuracy before and after
 OTHERS = ("DejaVuSans", "DejaVuSerif", "STIXGeneral", "DejaVuSansMono-Bold")
 # EasyOCR pins memory for every crop, with or without a GPU, and torch says so every time.
 warnings.filterwarnings("ignore", message=".*pin_memory.*")
@@ -61,7 +63,7 @@ def page(seed: int, lines: int = 5) -> tuple[np.ndarray, list[str]]:
     return np.asarray(sheet), texts
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", default="examples/easyocr_en.yaml")
     parser.add_argument("--lines", type=int, default=1600, help="training lines")
@@ -92,7 +94,8 @@ def main() -> None:
     print(f"stock weights read     {stock.recognize(sheet, boxes[0], free[0], detail=0)}")
     print(f"fine-tuned weights read {tuned.recognize(sheet, boxes[0], free[0], detail=0)}")
     print(f"everything is in {result.folder}; the report is {result.report}")
+    return 0 if before < STOCK_BELOW and after >= WANTED else 1
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

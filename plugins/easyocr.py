@@ -107,7 +107,7 @@ class _Run:
             optim.optimizer(self.model.parameters(), self.settings),
             micro_batch=self.settings.batch_size,
             schedule=optim.schedule(self.settings),
-            clip_norm=self.settings.grad_clip,
+            host_clip_norm=self.settings.grad_clip,
             dims=(3,),
             host="easyocr",
             say=say if self.first else lambda line: None,

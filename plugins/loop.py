@@ -46,7 +46,7 @@ class Accelerated:
         optimizer: any torch optimizer.
         micro_batch: samples a micro-batch; needed for `effective_batch`, and for the report.
         schedule: a function optimizer -> LRScheduler; stepped once an update.
-        clip_norm: L2 norm for `clip_norm=host`; None leaves gradients untouched.
+        host_clip_norm: L2 norm where `clip_norm=host` (the default); None leaves gradients untouched then.
         dims: dimensions of the input that vary, for the compiler (3 is the width of [B, C, H, W]).
         host: name of the plug in the report. say: shows a line to the user.
         config: an accel.yaml, or an AccelConfig. options: AccelConfig's fields.
@@ -62,7 +62,7 @@ class Accelerated:
         *,
         micro_batch: int | None = None,
         schedule: Callable[[torch.optim.Optimizer], LRScheduler] | None = None,
-        clip_norm: float | None = None,
+        host_clip_norm: float | None = None,
         dims: Iterable[int] = (),
         host: str = "loop",
         say: Callable[[str], None] = print,
@@ -96,7 +96,7 @@ class Accelerated:
                 device=self.device,
                 micro_batch=micro_batch or 0,
                 size=self.accumulate,
-                clip_norm=clip_norm,
+                clip_norm=host_clip_norm,
                 scaler=scaler,
                 average=self.average,
                 dims=dims,
@@ -119,9 +119,9 @@ class Accelerated:
         """Gives the inputs on the model's device and in its memory format, and runs what is inside in autocast.
 
         The first input is the micro-batch, [B, ...], `padding` of its elements being padding. The forward pass and
-        the loss belong inside, backward outside.
+        the loss belong inside, backward outside. Inside `validation` nothing is counted.
         """
-        if inputs:
+        if inputs and not self._validating:
             self._enter(inputs[0].shape[0])
             self.session.shape(inputs[0].shape, padding)
         moved = [self.moved(value) for value in inputs]

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
+from functools import partial
 
 from torch import nn
 from torch.optim import Adadelta, Adam, AdamW, Optimizer
-from torch.optim.lr_scheduler import ConstantLR, CosineAnnealingLR, LinearLR, LRScheduler, OneCycleLR, SequentialLR
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from integrations.easyocr.settings import Settings
-
-_FIRST = 1e-3  # the part of the learning rate that a warm-up begins with
 
 
 def optimizer(parameters: Iterable[nn.Parameter], settings: Settings) -> Optimizer:
@@ -23,27 +23,32 @@ def optimizer(parameters: Iterable[nn.Parameter], settings: Settings) -> Optimiz
 
 
 def schedule(settings: Settings) -> Callable[[Optimizer], LRScheduler] | None:
-    """constant (official): None without a warm-up; onecycle: up over `warmup` updates, then down; cosine to zero."""
-    updates, warmup = settings.num_iter, settings.warmup
+    """A factor on the learning rate as a function of the update alone, so that a resumed run may be a longer one.
+
+    constant (official) after a linear warm-up; cosine: to zero after it; onecycle: up from 1/25 over `warmup` (a tenth
+    of the run if none is given) and down to 1/250 000 by cosines (Smith and Topin 2017, as torch's OneCycleLR does).
+    """
+    total, warmup = settings.num_iter, settings.warmup
     if settings.schedule == "onecycle":
-        share = warmup / updates if warmup else 0.1
+        rise = max(1, warmup or total // 10)
+        return lambda steps: LambdaLR(steps, partial(_one_cycle, rise=rise, total=total))
+    if settings.schedule == "cosine":
+        return lambda steps: LambdaLR(steps, partial(_warmed, warmup=warmup, fall=max(1, total - warmup)))
+    return (lambda steps: LambdaLR(steps, partial(_warmed, warmup=warmup, fall=0))) if warmup else None
 
-        def onecycle(steps: Optimizer) -> LRScheduler:
-            rates = [group["lr"] for group in steps.param_groups]
-            return OneCycleLR(steps, max_lr=rates, total_steps=updates + 1, pct_start=share, cycle_momentum=False)
 
-        return onecycle
-    if settings.schedule == "constant" and not warmup:
-        return None
+def _warmed(update: int, warmup: int, fall: int) -> float:
+    if update < warmup:
+        return (update + 1) / (warmup + 1)
+    return _between(1.0, 0.0, min(1.0, (update - warmup) / fall)) if fall else 1.0
 
-    def warmed(steps: Optimizer) -> LRScheduler:
-        main: LRScheduler
-        if settings.schedule == "cosine":
-            main = CosineAnnealingLR(steps, T_max=max(1, updates - warmup))
-        else:
-            main = ConstantLR(steps, factor=1.0)
-        if not warmup:
-            return main
-        return SequentialLR(steps, [LinearLR(steps, _FIRST, total_iters=warmup), main], milestones=[warmup])
 
-    return warmed
+def _one_cycle(update: int, rise: int, total: int) -> float:
+    if update < rise:
+        return _between(1 / 25, 1.0, update / rise)
+    return _between(1.0, 1 / 250_000, min(1.0, (update - rise) / max(1, total - 1 - rise)))
+
+
+def _between(start: float, end: float, share: float) -> float:
+    """From `start` to `end` along half a cosine."""
+    return end + (start - end) * (1 + math.cos(math.pi * share)) / 2
