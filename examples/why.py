@@ -9,6 +9,7 @@ raises, a kill).
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import os
 import signal
@@ -20,21 +21,20 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import shapes
-import torch
-from rich.console import Console
-from rich.table import Table
-from torch import Tensor, nn
-from torch.utils.data import SequentialSampler
-
-os.environ.setdefault("YOLO_OFFLINE", "true")
-import contextlib
-
-from ultralytics import YOLO
-
-from plugins.yolo import attach
-
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))  # a checkout that is not installed works too
+os.environ.setdefault("YOLO_OFFLINE", "true")
+
+import shapes  # noqa: E402
+import torch  # noqa: E402
+from rich.console import Console  # noqa: E402
+from rich.table import Table  # noqa: E402
+from torch import Tensor, nn  # noqa: E402
+from torch.utils.data import SequentialSampler  # noqa: E402
+from ultralytics import YOLO  # noqa: E402
+
+from plugins.yolo import attach  # noqa: E402
+
 Row = tuple[str, str, str]
 PLAIN = {
     "imgsz": 64, "epochs": 1, "plots": False, "val": False, "verbose": False, "optimizer": "SGD", "lr0": 0.01,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 _ABSENT = object()
@@ -22,12 +24,27 @@ class Patches:
 
     def undo(self) -> None:
         while self._put:
-            owner, name, before = self._put.pop()
-            if before is _ABSENT:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, before)
+            _restore(*self._put.pop())
+
+    @contextmanager
+    def lifted(self, owner: Any) -> Iterator[None]:
+        """Inside, `owner` is without its patches (to be copied, or pickled)."""
+        ours = [(name, before, vars(owner)[name]) for o, name, before in self._put if o is owner]
+        for name, before, _ in reversed(ours):
+            _restore(owner, name, before)
+        try:
+            yield
+        finally:
+            for name, _, value in ours:
+                setattr(owner, name, value)
 
     def names(self) -> list[str]:
         """What is patched now: `Class.attribute`."""
         return [f"{getattr(owner, '__name__', type(owner).__name__)}.{name}" for owner, name, _ in self._put]
+
+
+def _restore(owner: Any, name: str, before: Any) -> None:
+    if before is not _ABSENT:
+        setattr(owner, name, before)
+    elif name in vars(owner):
+        delattr(owner, name)

@@ -186,6 +186,8 @@ def _read_file(config: str | Path | None) -> dict[str, Any]:
         data = yaml.safe_load(path.read_text(encoding="utf-8-sig"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise AccelError(f"config={path}: not readable as YAML: {error}") from None
+    except OSError as error:
+        raise AccelError(f"config={path}: not readable: {error.strerror}") from None
     if data is None:
         return {}
     if not isinstance(data, dict):

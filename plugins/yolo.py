@@ -34,7 +34,10 @@ def start(trainer: Any, options: Mapping[str, Any] | None = None) -> None:
 
     state = find_state(trainer, Session.files)
     given = AccelConfig(**(options or {})).given()
-    config = AccelConfig(**{**(state or {}).get("config", {}), **given})
+    kept = dict((state or {}).get("config", {}))
+    if {"accumulate", "effective_batch"} & given.keys():  # one replaces the other
+        kept = {k: v for k, v in kept.items() if k not in ("accumulate", "effective_batch")}
+    config = AccelConfig(**{**kept, **given})
     session = Session(config, HOST, say=_log.warning)
     session.report.versions = versions("ultralytics", "torchvision")
     if trainer.resume:
@@ -47,8 +50,11 @@ def start(trainer: Any, options: Mapping[str, Any] | None = None) -> None:
         adapter = Adapter(trainer, session, precision.resolve(config.precision, trainer.device))
         with adapter.released_on_error():
             adapter.hold(state)
-    except (UnsupportedRun, CompileRefused, precision.Unsupported) as error:
-        raise AccelError(str(error)) from None
+    except BaseException as error:
+        session.end()
+        if isinstance(error, (UnsupportedRun, CompileRefused, precision.Unsupported)):
+            raise AccelError(str(error)) from None
+        raise
     trainer.accel = adapter
     facts = session.report.window
     _log.info(

@@ -54,12 +54,24 @@ def scale_learning_rate(trainer: Any, rule: str, ratio: float) -> None:
         group["initial_lr"] = base
 
 
-def warm_up(trainer: Any, update: int, accumulate: int) -> None:
+def host_window(trainer: Any, index: int, nominal: int) -> int:
+    """Micro-batches an update by the host's rule, which ramps from 1 to `nominal` in warm-up.
+
+    `index` is the micro-batch's in its epoch.
+    """
+    batches = len(trainer.train_loader)
+    warm_up_batches, at = trainer._get_warmup_iterations(batches), index + batches * trainer.epoch
+    if warm_up_batches and at <= warm_up_batches:
+        return max(1, int(np.interp(at, [0, warm_up_batches], [1, nominal]).round()))
+    return nominal
+
+
+def warm_up(trainer: Any, update: int, an_epoch: float) -> None:
     """Set rates and momenta for this update, as the host would for the same update of a run on big batches.
 
-    The host interpolates over micro-batches; its rule is kept and the index is the update's.
+    The host interpolates over micro-batches; its rule is kept, the index is the update's, `an_epoch` updates an epoch.
     """
-    updates = trainer._get_warmup_iterations(len(trainer.train_loader) / accumulate)
+    updates = trainer._get_warmup_iterations(an_epoch)
     if not updates or update > updates:
         return
     span, args = [0, updates], trainer.args

@@ -34,7 +34,6 @@ class Statistics:
         self.model, self.rule = model, rule
         self.layers = layers(model)
         self._momentum = [layer.momentum for layer in self.layers]
-        self._buffers = [b for layer in self.layers for b in layer.buffers() if b is not None]
         self._kept: list[Tensor] = []
 
     def apply(self, accumulate: int) -> None:
@@ -55,15 +54,19 @@ class Statistics:
     def keep(self) -> None:
         """Remember the statistics as a window begins (a few thousand numbers, on their device)."""
         if not self._kept:
-            self._kept = [b.detach().clone() for b in self._buffers]
-        elif self._buffers:
-            torch._foreach_copy_(self._kept, self._buffers)
+            self._kept = [b.detach().clone() for b in self._buffers()]
+        else:
+            torch._foreach_copy_(self._kept, self._buffers())
 
     @torch.no_grad()
     def restore(self) -> None:
         """Put back what `keep` remembered: a NaN in one batch would otherwise stay in the running mean for good."""
         if self._kept:
-            torch._foreach_copy_(self._buffers, self._kept)
+            torch._foreach_copy_(self._buffers(), self._kept)
+
+    def _buffers(self) -> list[Tensor]:
+        """As they are now: a host that casts a model puts others in their place."""
+        return [b for layer in self.layers for b in layer.buffers()]
 
 
 @torch.no_grad()

@@ -7,6 +7,7 @@ leaves a checkpoint together with the state that belongs to it.
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import io
 import os
@@ -20,6 +21,7 @@ from typing import Any, BinaryIO
 import torch
 
 SUFFIX = ".accel"
+IDENTITY = 12  # hexadecimal digits of the checkpoint's SHA-256 in the name
 
 
 class AtomicPath(type(Path())):  # type: ignore[misc]
@@ -34,7 +36,7 @@ class AtomicPath(type(Path())):  # type: ignore[misc]
         view = memoryview(data)
         with self.around(self, view) if self.around is not None else nullcontext():
             write_atomically(self, lambda file: file.write(view))
-        return len(view)
+        return view.nbytes
 
 
 def write_atomically(path: Path, write: Callable[[BinaryIO], Any]) -> None:
@@ -48,7 +50,7 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], Any]) -> None:
     try:
         handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
     except OSError as error:
-        raise OSError(error.errno, f"{error.strerror}: cannot write", str(path)) from error
+        raise _naming(path, error) from error
     try:
         with os.fdopen(handle, "wb") as file:
             write(file)
@@ -59,9 +61,16 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], Any]) -> None:
     except BaseException as error:
         Path(name).unlink(missing_ok=True)
         if isinstance(error, OSError):
-            raise OSError(error.errno, f"{error.strerror}: cannot write", str(path)) from error
+            raise _naming(path, error) from error
         raise
     _sync_folder(path.parent)
+
+
+def _naming(path: Path, error: OSError) -> OSError:
+    """The same error, with the file that was to be written in place of the temporary one."""
+    if error.errno is None:
+        return OSError(f"{error}: cannot write: {str(path)!r}")
+    return OSError(error.errno, f"{error.strerror}: cannot write", str(path))
 
 
 def sweep(folder: Path) -> None:
@@ -94,7 +103,7 @@ def digest(path: Path) -> str:
 
 def beside(checkpoint: Path, identity: str) -> Path:
     """Where the extra state of this checkpoint lies: `last.0123456789ab.accel`."""
-    return checkpoint.with_name(f"{checkpoint.stem}.{identity[:12]}{SUFFIX}")
+    return checkpoint.with_name(f"{checkpoint.stem}.{identity[:IDENTITY]}{SUFFIX}")
 
 
 def save_beside(checkpoint: Path, data: bytes | memoryview, state: Mapping[str, Any]) -> Path:
@@ -119,7 +128,8 @@ def load_beside(checkpoint: Path) -> dict[str, Any] | None:
 
 def drop_beside(checkpoint: Path, keep: Path | None = None) -> None:
     """Remove the extra state of earlier writes of this checkpoint."""
-    for old in checkpoint.parent.glob(f"{checkpoint.stem}.*{SUFFIX}"):
+    identity = "[0-9a-f]" * IDENTITY
+    for old in checkpoint.parent.glob(f"{glob.escape(checkpoint.stem)}.{identity}{SUFFIX}"):
         if old != keep:
             old.unlink(missing_ok=True)
 

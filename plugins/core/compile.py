@@ -14,9 +14,11 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
+import torch._dynamo.callback as compile_callbacks
 import torch._functorch.config as functorch_config
 from torch import nn
 
+from plugins.core.batchnorm import Statistics
 from plugins.core.shapes import Marker
 
 CUDA_GRAPH_MODES = ("reduce-overhead", "max-autotune")
@@ -62,6 +64,8 @@ class InPlace:
         if mode != "default" and backend == "inductor":
             self._arguments["mode"] = mode
         self.active = False
+        self._statistics = Statistics(module)
+        self._breaks = False  # a call of several graphs: one may have run when the next one's compile fails
         self._compiled: Callable[..., Any] = self._build()
 
     def install(self) -> None:
@@ -80,21 +84,51 @@ class InPlace:
         while True:
             self.marker.mark(*args, **kwargs)
             try:
-                with _compile_settings(quiet=self.marker.way == "strict"):
+                with self._statistics_kept(), _compile_settings(quiet=self.marker.way == "strict"):
                     return self._compiled(*args, **kwargs)
-            except torch.OutOfMemoryError:
-                raise  # memory is the host's to handle: it may retry with a smaller batch
             except Exception as error:
-                if "out of memory" in str(error).lower():
-                    raise
+                if _is_out_of_memory(error):  # the host's to handle: it may retry with a smaller batch
+                    raise getattr(error, "inner_exception", None) or error from None
                 if _is_about_marks(error) and self.marker.relax():
                     self.marker.clear(*args, **kwargs)
+                    if self.marker.way == "static":
+                        self._arguments["dynamic"] = False
                     self._compiled = self._build()
                     continue
                 self.undo()
                 self.give_up(_first_line(error))
                 # A mistake that is not the compiler's comes again here, as the host's own error.
                 return self.module._call_impl(*args, **kwargs)
+
+    @contextmanager
+    def _statistics_kept(self) -> Iterator[None]:
+        """A call that fails is made again: BatchNorm's statistics, which a graph of it moved, go back first.
+
+        They are kept as a call's first compile starts, before any of its graphs has run, and before every call of a
+        module whose calls are several graphs.
+        """
+        compiles = 0
+
+        def started(_: object) -> None:
+            nonlocal compiles
+            compiles += 1
+            if compiles == 1 and not self._breaks:
+                self._statistics.keep()
+
+        if self._breaks:
+            self._statistics.keep()
+        callbacks = compile_callbacks.callback_handler.start_callbacks
+        callbacks.append(started)
+        try:
+            yield
+        except Exception:
+            if compiles or self._breaks:
+                self._statistics.restore()
+            raise
+        finally:
+            if started in callbacks:  # a reset of dynamo clears them
+                callbacks.remove(started)
+            self._breaks = self._breaks or compiles > 1
 
     def _build(self) -> Callable[..., Any]:
         return torch.compile(self.module._call_impl, **self._arguments)
@@ -185,6 +219,10 @@ def _without_log(name: str) -> Iterator[None]:
 def _is_about_marks(error: Exception) -> bool:
     text = f"{type(error).__name__} {error}"
     return "ConstraintViolation" in text or "mark_dynamic" in text or "specialized it to be a constant" in text
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    return isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error).lower()
 
 
 def _first_line(error: Exception) -> str:

@@ -55,6 +55,9 @@ def summary(data: dict[str, Any]) -> str:
         f"({window['accumulate']} x {window['micro_batch']}), "
         f"{'exactly the big batch' if window['exact'] else 'approximately the big batch'}."
     ]
+    norm = data["batchnorm"]
+    if norm["layers"] and norm["rule"] != "freeze" and window["accumulate"] > 1:
+        words.append(f"BatchNorm aside: its {norm['layers']} layers see micro-batches of {window['micro_batch']}.")
     if window["approximate_terms"]:
         words.append(f"Approximate: {', '.join(window['approximate_terms'])}.")
     if window["skipped_updates"]:

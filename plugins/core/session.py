@@ -99,13 +99,18 @@ class Session:
             average=average,
             sync=sync,
             keep_gradients=cuda_graphs and self.config.compile == "on",
+            order=model.parameters(),
         )
         self.statistics = Statistics(model, self.config.batchnorm)
         self.statistics.apply(self.window.expected)
         self.peaks = Peaks(device)
         self._describe(micro_batch)
         self.watch.start()
-        self._compile(dims, takes, uncompilable)
+        try:
+            self._compile(dims, takes, uncompilable)
+        except BaseException:
+            self.end()
+            raise
 
     def _describe(self, micro_batch: int) -> None:
         report = self.report
@@ -191,10 +196,16 @@ class Session:
                 raise compiling.CompileRefused(f"compile_scope={','.join(scope)}: no module has such a name")
             return modules, "features"
         if scope == "regional":
-            blocks = compiling.regions(self.model)
+            left_out = {id(m) for m in compiling.matching(self.model, self.config.compile_exclude, [])}
+            blocks = [block for block in compiling.regions(self.model) if id(block) not in left_out]
             if not blocks:
                 raise compiling.CompileRefused("compile_scope=regional: the model has no repeated blocks; use whole")
             return blocks, "regional"
+        if self.config.compile_exclude:
+            raise compiling.CompileRefused(
+                f"compile_exclude={','.join(self.config.compile_exclude)}: the whole forward is one graph; "
+                "use compile_scope=regional or name patterns"
+            )
         return [self.model], "whole"
 
     def _stay_eager(self, reason: str) -> None:
@@ -328,9 +339,17 @@ class Session:
 
     @contextmanager
     def validation(self) -> Iterator[None]:
-        with self.watch.in_phase("validation"):
-            yield
-        self._idle_since = 0.0
+        """At `validate=eager` calls of the live model run eagerly inside, and add no graph to training's."""
+        held = [part for part in self.compiled if part.active and self.config.validate_ == "eager"]
+        for part in held:
+            part.active = False
+        try:
+            with self.watch.in_phase("validation"):
+                yield
+        finally:
+            for part in held:
+                part.active = True
+            self._idle_since = 0.0
 
     def state_dict(self) -> dict[str, Any]:
         average = self.update.average
@@ -380,11 +399,19 @@ class Session:
         return self.report.write(folder, self.series)
 
     def end(self, folder: Path | None = None) -> Path | None:
-        """Undo what was put on the model and write the report. Safe to call twice."""
+        """Undo what was put on the model and write the report; returns its path. Safe to call twice.
+
+        A report that cannot be written is a warning: a trained model is worth more.
+        """
         if self._ended:
             return None
         self._ended = True
-        path = self.write_report(folder) if folder is not None else None
+        path = None
+        if folder is not None:
+            try:
+                path = self.write_report(folder)
+            except OSError as error:
+                self.warn(f"report not written: {error}")
         for part in (*self.compiled, *self._validated):
             part.undo()
         if hasattr(self, "statistics"):

@@ -41,7 +41,7 @@ class Marker:
     def clear(*arguments: Any, **named: Any) -> None:
         """Take marks off again, so that the next way starts clean."""
         for tensor in _tensors((*arguments, *named.values())):
-            for name in [n for n in vars(tensor) if n.startswith("_dynamo_")]:
+            for name in [n for n in vars(tensor) if "_dynamo_" in n]:
                 delattr(tensor, name)
 
     def relax(self) -> bool:

@@ -57,6 +57,7 @@ class Update:
         sync: average gradients over ranks here, once an update, where the host's own reduction was held back. Hosts
             multiply the loss by the number of ranks, so that the average is the sum that a big batch has.
         keep_gradients: zero gradients in place, as CUDA graphs need.
+        order: the model's parameters; hosts sum the norm in this order, and its last bit depends on it.
     """
 
     def __init__(
@@ -69,13 +70,17 @@ class Update:
         average: Average | None = None,
         sync: bool = False,
         keep_gradients: bool = False,
+        order: Iterable[nn.Parameter] = (),
     ) -> None:
         self.optimizer, self.scaler, self.clip_norm, self.nonfinite = optimizer, scaler, clip_norm, nonfinite
         self.average, self.sync, self.keep_gradients = average, sync, keep_gradients
         self._groups = {name: list(params) for name, params in (groups or {}).items()}
+        self._order = {id(p): at for at, p in enumerate(order)}
 
     def parameters(self) -> list[nn.Parameter]:
-        return [p for group in self.optimizer.param_groups for p in group["params"]]
+        """All that the optimizer holds, in the model's order where it is known."""
+        found = [p for group in self.optimizer.param_groups for p in group["params"]]
+        return sorted(found, key=lambda p: self._order.get(id(p), len(self._order)))
 
     def gradients(self) -> list[Tensor]:
         return [p.grad for p in self.parameters() if p.grad is not None]

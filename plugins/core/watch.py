@@ -34,12 +34,14 @@ class Watch:
         self._open = 0
         self._since = 0.0
         self._timer: threading.Timer | None = None
-        self._first_row = 0
+        self._started_us = 0
+        self._graphs_before = 0
         self._breaks: dict[str, int] = {}
 
     def start(self) -> None:
         set_compilation_metrics_limit(ROWS_KEPT)
-        self._first_row = len(get_compilation_metrics())
+        self._started_us = time.time_ns() // 1000
+        self._graphs_before = counters["stats"]["unique_graphs"]
         self._breaks = dict(counters["graph_break"])
         compile_callbacks.on_compile_start(self._started)
         compile_callbacks.on_compile_end(self._ended)
@@ -79,11 +81,11 @@ class Watch:
     @property
     def fell_to_eager(self) -> list[str]:
         """Frames that torch stopped compiling at its limit, and now runs eagerly without a word."""
-        return [
-            f"{row.co_filename}:{row.co_firstlineno} {row.co_name}"
-            for row in self._rows()
-            if str(row.fail_reason or "").startswith(LIMIT_HIT)
-        ]
+        rows = self._rows()
+        # The row of the limit does not name its frame, an earlier one of the same frame does: "3/0", then "3/8".
+        names = {_frame(row): f"{row.co_filename}:{row.co_firstlineno} {row.co_name}" for row in rows if row.co_name}
+        hit = [row for row in rows if str(row.fail_reason or "").startswith(LIMIT_HIT)]
+        return [names.get(_frame(row), f"frame {_frame(row)}") for row in hit]
 
     @property
     def graph_breaks(self) -> dict[str, int]:
@@ -104,7 +106,8 @@ class Watch:
         return "cold" if found.get("fxgraph_cache_miss") else ""
 
     def _rows(self) -> list[Any]:
-        return list(get_compilation_metrics()[self._first_row :])
+        """By time and not by position: torch forgets its oldest rows."""
+        return [row for row in get_compilation_metrics() if (row.start_time_us or 0) >= self._started_us]
 
     def _started(self, _: object) -> None:
         self._open += 1
@@ -120,18 +123,26 @@ class Watch:
             self.seconds += elapsed
             self._cancel()
             if self.progress is not None and elapsed > TICK_SECONDS:
-                self.progress(self.seconds, self.graphs, True)
+                self.progress(self.seconds, self._graphs_now(), True)
 
     def _tick(self) -> None:
         if self.progress is None:
             return
         if self._timer is not None:  # not at once: a compile of less than a tick needs no line
-            self.progress(time.perf_counter() - self._since + self.seconds, self.graphs, False)
+            self.progress(time.perf_counter() - self._since + self.seconds, self._graphs_now(), False)
         self._timer = threading.Timer(TICK_SECONDS, self._tick)
         self._timer.daemon = True
         self._timer.start()
+
+    def _graphs_now(self) -> int:
+        """Graphs while a compile ends: its row is written a moment later."""
+        return max(counters["stats"]["unique_graphs"] - self._graphs_before, 0)
 
     def _cancel(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+
+
+def _frame(row: Any) -> str:
+    return str(row.compile_id).rpartition("/")[0]

@@ -76,6 +76,16 @@ def test_keep_and_restore() -> None:
         model(batches(1, [4])[0].x)
 
 
+def test_restore_finds_the_buffers_of_a_model_that_was_cast() -> None:
+    model = mlp(norm=True)
+    statistics = Statistics(model)
+    statistics.keep()
+    model.double()
+    model.norm.running_mean.fill_(7)
+    statistics.restore()
+    assert not model.norm.running_mean.any()
+
+
 def test_layers_without_statistics_are_not_touched() -> None:
     model = nn.Sequential(nn.BatchNorm1d(3), nn.BatchNorm1d(3, track_running_stats=False), nn.GroupNorm(1, 3))
     assert batchnorm.layers(model) == [model[0]]

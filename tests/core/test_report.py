@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from plugins.core.render import render, summary
+from plugins.core.report import Report, Series, versions
+
+
+def report() -> Report:
+    made = Report("test", {"compile": "off", "clip_norm": 0.1})
+    made.window.updates, made.window.accumulate, made.window.micro_batch, made.window.effective_batch = 7, 4, 2, 8
+    return made
+
+
+def test_written_twice_the_later_stands(tmp_path: Path) -> None:
+    made = report()
+    path = made.write(tmp_path / "a" / "b")
+    made.window.updates = 8
+    assert made.write(tmp_path / "a" / "b") == path
+    assert json.loads(path.read_text())["window"]["updates"] == 8
+    assert sorted(f.name for f in path.parent.iterdir()) == ["accel_report.html", "accel_report.json"]
+
+
+def test_json_has_no_nan(tmp_path: Path) -> None:
+    made = report()
+    made.gradients.norm_median = float("nan")
+    made.memory.steady_peak_gib = float("inf")
+    made.speed.candidates = [{"plan": "eager", "step_seconds_median": float("nan")}]
+    text = made.write(tmp_path).read_text()
+    data = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    assert data["gradients"]["norm_median"] is None
+    assert data["memory"]["steady_peak_gib"] is None
+    assert data["speed"]["candidates"] == [{"plan": "eager", "step_seconds_median": None}]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({}, "7 updates of 8 samples (4 x 2), exactly the big batch."),
+        ({"exact": False, "approximate_terms": ["masks", "poses"]}, "approximately the big batch. Approximate: masks,"),
+        ({"skipped_updates": 3}, "3 updates skipped for a non-finite gradient."),
+    ],
+)
+def test_the_summary_in_words(change: dict[str, object], words: str) -> None:
+    made = report()
+    for name, value in change.items():
+        setattr(made.window, name, value)
+    assert words in summary(made.data())
+
+
+def test_the_summary_says_how_it_ran_and_why() -> None:
+    made = report()
+    made.compile.decision, made.compile.reason = "eager", "no compiler"
+    made.speed.step_seconds_median = 0.25
+    assert summary(made.data()).endswith("Ran eager: no compiler. 0.25 s an update.")
+
+
+def test_the_page_shows_summary_warnings_and_every_section_and_escapes_them() -> None:
+    made = report()
+    made.warnings = ["<b>bold</b> & loud"]
+    made.checkpoints = ["weights/last.pt"]
+    made.compile.phases = {"train": 2, "validation": 1}
+    page = render(made.data())
+    assert "7 updates of 8 samples" in page
+    assert "&lt;b&gt;bold&lt;/b&gt; &amp; loud" in page
+    assert "<b>bold" not in page
+    assert "train: 2, validation: 1" in page
+    assert "weights/last.pt" in page
+    for section in ("window", "compile", "speed", "memory", "shapes", "gradients", "batchnorm", "ema", "config"):
+        assert f"<h2>{section}</h2>" in page
+    assert "<svg" not in page
+    assert "http" not in page
+
+
+def test_pictures_where_there_is_a_series() -> None:
+    series = Series()
+    for n in range(5):
+        series.seconds.append(0.1 + n)
+        series.norms.append(float(n) if n != 2 else float("nan"))
+    series.compiled_at = [0, 3]
+    page = render(report().data(), series)
+    assert page.count("<svg") == 1
+    assert "<?xml" not in page
+
+
+def test_the_first_step_is_not_in_the_median() -> None:
+    series = Series()
+    assert series.median_seconds() is None
+    series.seconds.append(100.0)
+    assert series.median_seconds() == 100.0
+    for seconds in (1.0, 2.0, 3.0):
+        series.seconds.append(seconds)
+    assert series.median_seconds() == 2.0
+
+
+def test_versions_of_what_is_installed() -> None:
+    found = versions("torch", "no-such-distribution")
+    assert {"python", "torch"} <= set(found)
+    assert "no-such-distribution" not in found

@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+import contextlib
+import copy
+
+import pytest
+
+from integrations.patches import Patches
+
+
+class Host:
+    limit = 3
+
+    def __init__(self) -> None:
+        self.path = "last.pt"
+
+    def step(self) -> str:
+        return "host"
+
+
+def test_put_returns_what_was_there_and_undo_puts_it_back() -> None:
+    host, patches = Host(), Patches()
+    before = dict(vars(host))
+    step = patches.put(host, "step", lambda: "ours")
+    assert patches.put(host, "path", "other") == "last.pt"
+    assert patches.put(host, "limit", 5) == 3
+    assert (host.step(), step(), host.path, host.limit) == ("ours", "host", "other", 5)
+    assert Host().step() == "host"
+    patches.undo()
+    assert vars(host) == before
+    assert (host.step(), host.limit) == ("host", 3)
+    patches.undo()  # twice is once
+
+
+def test_one_attribute_patched_twice_comes_back_in_reverse() -> None:
+    host, patches = Host(), Patches()
+    first = patches.put(host, "step", lambda: "first")
+    second = patches.put(host, "step", lambda: "second after " + first())
+    assert host.step() == "second after host"
+    assert second() == "first"
+    patches.undo()
+    assert "step" not in vars(host)
+
+
+def test_an_attribute_that_is_not_there_is_refused_and_nothing_is_listed() -> None:
+    host, patches = Host(), Patches()
+    with pytest.raises(AttributeError):
+        patches.put(host, "renamed_in_a_new_release", None)
+    assert patches.names() == []
+    assert "renamed_in_a_new_release" not in vars(host)
+
+
+def test_a_patch_that_the_host_removed_by_itself_does_not_stop_the_undo() -> None:
+    host, patches = Host(), Patches()
+    patches.put(host, "path", "other")
+    patches.put(host, "step", lambda: "ours")
+    del host.step
+    patches.undo()
+    assert host.path == "last.pt"
+
+
+def test_lifted_shows_the_host_as_it_was_and_puts_the_patches_back_on_errors_too() -> None:
+    host, other, patches = Host(), Host(), Patches()
+    patches.put(host, "step", lambda: "first")
+    patches.put(host, "step", lambda: "second")
+    patches.put(other, "step", lambda: "other")
+    with contextlib.suppress(KeyError), patches.lifted(host):
+        assert vars(copy.deepcopy(host)) == {"path": "last.pt"}
+        assert other.step() == "other"
+        raise KeyError
+    assert host.step() == "second"
+    patches.undo()
+    assert vars(host) == {"path": "last.pt"}
+
+
+def test_names_of_what_is_patched() -> None:
+    host, patches = Host(), Patches()
+    patches.put(host, "step", None)
+    patches.put(Host, "limit", 4)
+    assert patches.names() == ["Host.step", "Host.limit"]
+    patches.undo()
+    assert Host.limit == 3

@@ -1,0 +1,389 @@
+"""The real trainer with the plug, update by update, against one big batch and against the host alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from integrations.ultralytics.adapter import HostAverage
+from tests import reference
+from tests.ultralytics.conftest import BATCHNORM, PLAIN, Run, Spy, freeze_batchnorm, same, tensors
+
+Train = Callable[..., Run]
+
+
+# -- exactness ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("accumulate", "images", "empty", "windows"),
+    [
+        (1, 8, (), [4, 4]),
+        (2, 16, (3,), [8, 8]),
+        (4, 16, (), [16]),
+        (4, 18, (0, 1, 2, 3, 4, 5), [16, 2]),
+        (3, 10, (), [10]),
+    ],
+)
+def test_every_update_has_the_big_batch_s_gradients(
+    accumulate: int, images: int, empty: tuple[int, ...], windows: list[int], train: Train
+) -> None:
+    run = train(
+        accel={"accumulate": accumulate, "batchnorm": "freeze", "clip_norm": "off"},
+        images=images,
+        empty=empty,
+        spy=Spy(heavy=True),
+    )
+    assert [sum(len(b["img"]) for b in u.batches) for u in run.spy.updates] == windows
+    for update in run.spy.updates:
+        assert update.off() <= 1e-6
+    assert run.report["window"]["exact"] is True
+
+
+def test_a_micro_batch_without_any_object(train: Train) -> None:
+    run = train(
+        accel={"accumulate": 4, "batchnorm": "freeze", "clip_norm": "off"},
+        empty=tuple(range(14)),
+        spy=Spy(heavy=True),
+    )
+    (update,) = run.spy.updates
+    assert any(len(b["cls"]) == 0 for b in update.batches)
+    assert len({len(b["cls"]) for b in update.batches}) > 1
+    assert update.off() <= 1e-6
+
+
+WHOLE: dict[str, Any] = {"images": 32, "epochs": 3, "warmup_epochs": 2, "nbs": 16, "weight_decay": 0.05, "cls": 20.0}
+
+
+def test_the_whole_run_equals_the_host_on_big_batches(train: Train) -> None:
+    """Warm-up, schedule, weight decay, clipping and EMA included: batch=4 accumulate=4 against batch=16."""
+    big = train(batch=16, name="big", callbacks={"on_train_batch_start": freeze_batchnorm}, **WHOLE)
+    ours = train(batch=4, accel={"accumulate": 4, "batchnorm": "freeze"}, **WHOLE)
+    assert len(big.spy.updates) == len(ours.spy.updates) == 6
+    assert any(norm > 9.99 for norm in big.spy.norms)  # so that clipping is a part of it
+    for a, b in zip(ours.spy.updates, big.spy.updates, strict=True):
+        assert a.rates == pytest.approx(b.rates, rel=1e-12)
+        assert a.decays == pytest.approx(b.decays, rel=1e-12)
+        assert reference.difference(a.gradients, b.gradients) <= 1e-5
+    assert reference.difference(ours.weights, big.weights) <= 1e-6
+    assert reference.difference(ours.average, big.average) <= 1e-6
+    assert ours.trainer.ema.updates == big.trainer.ema.updates == 6
+
+
+def test_effective_batch_is_the_same_as_its_accumulate(train: Train) -> None:
+    a = train(accel={"accumulate": 4}, name="a", epochs=2)
+    b = train(accel={"effective_batch": 16}, name="b", epochs=2)
+    assert same(a.weights, b.weights)
+    assert b.report["window"]["effective_batch"] == 16
+
+
+@pytest.mark.parametrize("accel", [{}, {"accumulate": 1}], ids=["default", "accumulate=1"])
+def test_the_plug_alone_changes_no_bit(accel: dict[str, Any], train: Train) -> None:
+    """The same random numbers, order and arithmetic, all augmentation on, where the host's K is 1."""
+    host: dict[str, Any] = {
+        "nbs": 4,
+        "epochs": 3,
+        "warmup_epochs": 1,
+        "images": 10,
+        "val": True,
+        "mosaic": 1.0,
+        "fliplr": 0.5,
+        "hsv_h": 0.1,
+        "close_mosaic": 1,
+        "multi_scale": 0.5,
+    }
+    alone = train(name="alone", **host)
+    ours = train(accel=accel, **host)
+    assert same(ours.weights, alone.weights)
+    assert same(ours.average, alone.average)
+    assert len(ours.spy.updates) == len(alone.spy.updates) == 9
+
+
+def test_the_host_s_windows_are_kept(train: Train) -> None:
+    """`accumulate=host` with the host's sum is the host bit for bit, its ramp in warm-up included."""
+    host: dict[str, Any] = {"nbs": 12, "epochs": 4, "warmup_epochs": 2, "images": 12, "batch": 4}
+    windows: dict[str, list[int]] = {}
+
+    def noted(name: str) -> dict[str, Callable[[Any], None]]:
+        windows[name] = []
+
+        def note(trainer: Any) -> None:
+            windows[name].append(len(run_spy.updates))
+
+        return {"on_train_batch_end": note}
+
+    run_spy = Spy()
+    alone = train(name="alone", callbacks=noted("host"), spy=run_spy, **host)
+    run_spy = Spy()
+    ours = train(accel={"normalise": "host"}, callbacks=noted("ours"), spy=run_spy, **host)
+    assert len(set(windows["host"])) < 12  # there are windows of more than one
+    assert windows["ours"] == windows["host"]
+    tail = len(ours.spy.updates) - len(alone.spy.updates)
+    assert tail == ours.report["window"]["partial_windows"]
+    if not tail:
+        assert same(ours.weights, alone.weights)
+
+
+def test_the_host_s_windows_are_exact_and_their_tail_is_not_lost(train: Train) -> None:
+    run = train(
+        accel={"batchnorm": "freeze", "clip_norm": "off"},
+        nbs=16,
+        epochs=3,
+        warmup_epochs=1,
+        images=12,
+        spy=Spy(heavy=True),
+    )
+    sizes = [len(u.batches) for u in run.spy.updates]
+    assert sum(sizes) == 9
+    assert max(sizes) == 4
+    assert sizes == sorted(sizes[:-1]) + sizes[-1:]
+    for update in run.spy.updates:
+        assert update.off() <= 1e-6
+
+
+def test_multi_scale_draws_once_a_window(train: Train) -> None:
+    run = train(
+        accel={"accumulate": 4, "batchnorm": "freeze", "clip_norm": "off"},
+        images=32,
+        epochs=2,
+        multi_scale=0.5,
+        spy=Spy(heavy=True),
+    )
+    shapes = [{tuple(b["img"].shape[2:]) for b in u.batches} for u in run.spy.updates]
+    assert all(len(s) == 1 for s in shapes)
+    assert len(set().union(*shapes)) > 1
+    for update in run.spy.updates:
+        assert update.off() <= 1e-6
+
+
+# -- settings ----------------------------------------------------------------------------------------------------
+
+
+def test_batchnorm_momentum_keeps_the_time_constant_of_an_update(train: Train) -> None:
+    seen: list[float] = []
+
+    def note(trainer: Any) -> None:
+        seen.append(next(m.momentum for m in trainer.model.modules() if isinstance(m, BATCHNORM)))
+
+    run = train(accel={"accumulate": 4, "batchnorm": "momentum"}, callbacks={"on_train_batch_end": note})
+    assert seen == [pytest.approx(1 - 0.97**0.25)] * 4
+    assert {m.momentum for m in run.trainer.model.modules() if isinstance(m, BATCHNORM)} == {0.03}  # undone
+    assert run.report["batchnorm"]["rule"] == "momentum"
+
+
+def test_batchnorm_freeze_holds_statistics_while_weights_move(train: Train) -> None:
+    before: dict[str, Any] = {}
+    run = train(
+        accel={"batchnorm": "freeze"},
+        callbacks={"on_train_start": lambda t: before.update(tensors(t.model))},
+        epochs=2,
+        val=True,
+    )
+    after = run.weights
+    moved = {n for n in after if not torch.equal(after[n], before[n])}
+    assert moved
+    assert not any("running" in n or "num_batches" in n for n in moved)
+
+
+@pytest.mark.parametrize(("batch", "rule", "warned"), [(4, "host", 1), (8, "host", 0), (4, "freeze", 0)])
+def test_one_warning_about_small_micro_batches(batch: int, rule: str, warned: int, train: Train) -> None:
+    run = train(accel={"batchnorm": rule}, batch=batch, epochs=2)
+    assert sum("under 8" in w for w in run.report["warnings"]) == warned
+    assert run.report["batchnorm"]["micro_batch_too_small"] is bool(warned)
+
+
+def test_ema_decay_can_be_set_and_turned_off(train: Train) -> None:
+    off = train(accel={"ema": "off"}, name="off")
+    assert all(torch.equal(off.average[n], t) for n, t in off.weights.items() if t.is_floating_point())
+    assert off.report["ema"]["decay"] == "off"
+    fast = train(accel={"ema": 0.5}, name="fast")
+    assert fast.trainer.ema.decay(1e9) == pytest.approx(0.5)
+    assert not same(fast.average, fast.weights)
+
+
+@pytest.mark.parametrize(("rule", "factor"), [("linear", 2.0), ("sqrt", 2**0.5)])
+def test_lr_scale_follows_the_effective_batch(rule: str, factor: float, train: Train) -> None:
+    run = train(accel={"accumulate": 8, "lr_scale": rule}, nbs=16, lr0=0.01, images=32)  # the host's own K is 4
+    assert run.spy.updates[0].rates == pytest.approx([0.01 * factor] * 3)
+
+
+def test_seed_and_memory_format(train: Train) -> None:
+    runs = [
+        train(accel={"seed": seed, "memory_format": "channels_last"}, name=f"run{i}", mosaic=1.0)
+        for i, seed in enumerate((1, 1, 2))
+    ]
+    assert same(runs[0].weights, runs[1].weights)
+    assert not same(runs[0].weights, runs[2].weights)
+    assert runs[0].report["speed"]["memory_format"] == "channels_last"
+
+
+def test_bf16_runs_the_forward_in_bf16_and_keeps_fp32_weights(train: Train) -> None:
+    seen: list[torch.dtype] = []
+
+    def watch(trainer: Any) -> None:
+        def hook(module: nn.Module, _: Any, output: torch.Tensor) -> None:
+            if module.training:
+                seen.append(output.dtype)
+
+        trainer.model.model[0].conv.register_forward_hook(hook)
+
+    run = train(accel={"precision": "bf16", "accumulate": 2}, callbacks={"on_pretrain_routine_end": watch})
+    assert set(seen) == {torch.bfloat16}
+    assert {p.dtype for p in run.trainer.model.parameters()} == {torch.float32}
+    assert run.report["speed"]["precision"] == "bf16"
+
+
+# -- non-finite --------------------------------------------------------------------------------------------------
+
+
+def poison(at: int) -> Callable[[Any], None]:
+    """`on_train_start`: the image of micro-batch `at` is NaN."""
+
+    def hold(trainer: Any) -> None:
+        through, count = trainer.preprocess_batch, iter(range(10**6))
+
+        def preprocess(batch: dict[str, Any]) -> dict[str, Any]:
+            found: dict[str, Any] = through(batch)
+            if next(count) == at:
+                found["img"] = found["img"] * float("nan")
+            return found
+
+        trainer.preprocess_batch = preprocess
+
+    return hold
+
+
+@pytest.mark.parametrize("at", [0, 1, 2, 5, 7])
+def test_a_nan_batch_leaves_no_trace(at: int, train: Train) -> None:
+    """Two epochs of four micro-batches, K = 2: the window of `at` is skipped, everything else goes on."""
+    states: list[tuple[dict[str, Any], dict[str, Any], int]] = []
+
+    def note(trainer: Any) -> None:
+        states.append((tensors(trainer.model), tensors(trainer.ema.ema), trainer.ema.updates))
+
+    run = train(
+        accel={"accumulate": 2},
+        epochs=2,
+        callbacks={
+            "on_train_start": lambda t: (poison(at)(t), note(t)),  # type: ignore[func-returns-value]
+            "on_train_batch_end": note,
+        },
+    )
+    window = at // 2
+    before, after = states[2 * window], states[2 * window + 2]
+    assert same(after[0], before[0])
+    assert same(after[1], before[1])
+    assert after[2] == before[2]
+    assert all(t.isfinite().all() for t in run.weights.values())
+    assert all(t.isfinite().all() for t in run.average.values())
+    facts = run.report["window"]
+    assert (facts["updates"], facts["skipped_updates"]) == (3, 1)
+    assert len(run.spy.updates) == 3
+    if window < 3:
+        assert not same(states[-1][0], after[0])  # training went on
+    assert sum("was skipped" in w for w in run.report["warnings"]) == 1
+
+
+def test_the_host_s_recovery_after_a_nan_score_goes_on_with_clean_files(
+    train: Train, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host then copies the live model into a new average, which it pickles: nothing of ours may be in it."""
+    scores: list[float] = []
+
+    def spoil(trainer: Any) -> None:
+        if trainer.epoch == 1 and not scores:
+            scores.append(1.0)
+            through = trainer.validate
+
+            def validate() -> Any:
+                trainer.validate = through
+                metrics, _ = through()
+                return metrics, float("nan")
+
+            trainer.validate = validate
+
+    run = train(
+        accel={"accumulate": 3, "ema": 0.5},
+        epochs=3,
+        val=True,
+        callbacks={"on_train_epoch_end": spoil},
+    )
+    assert scores
+    assert run.report["window"]["dropped_micro_batches"] == 2  # 8 micro-batches by then: 3 + 3 + 2
+    saved = torch.load(run.folder / "weights" / "last.pt", weights_only=False)
+    assert (saved["model"] or saved["ema"]).__class__.__module__ == "ultralytics.nn.tasks"
+    assert "loss" not in vars(saved["model"] or saved["ema"])
+    assert run.trainer.ema.decay(1e9) == pytest.approx(0.5)
+
+
+# -- the way back -------------------------------------------------------------------------------------------------
+
+
+def put_on(trainer: Any) -> set[str]:
+    return {n for n in vars(trainer) if callable(getattr(trainer, n)) and hasattr(type(trainer), n)}
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_everything_is_undone_on_errors_too(fails: bool, train: Train) -> None:
+    kept: list[Any] = []
+    during: list[set[str]] = []
+
+    def keep(trainer: Any) -> None:
+        kept.append(trainer)
+        during.append(put_on(trainer))
+
+    def fail(trainer: Any) -> None:
+        if fails and trainer.epoch == 1:
+            raise RuntimeError("mine")
+
+    def run() -> None:
+        train(
+            accel={"accumulate": 2, "batchnorm": "momentum", "compile": "on", "compile_backend": "eager"},
+            epochs=2,
+            callbacks={"on_train_start": keep, "on_train_batch_end": fail},
+        )
+
+    if fails:
+        with pytest.raises(RuntimeError, match="mine"):
+            run()
+    else:
+        run()
+    (trainer,) = kept
+    assert {"optimizer_step", "preprocess_batch", "save_model", "final_eval", "validate"} <= during[0]
+    assert put_on(trainer) == set()
+    assert "loss" not in vars(trainer.model)
+    assert "_compiled_call_impl" not in vars(trainer.model)
+    assert {m.momentum for m in trainer.model.modules() if isinstance(m, BATCHNORM)} == {0.03}
+    criterion = trainer.model.criterion
+    assert "loss" not in vars(criterion)
+    assert isinstance(criterion.assigner, nn.Module)
+    assert type(trainer.last) is type(trainer.save_dir)
+    assert all("Adapter" not in repr(f) for fs in trainer.callbacks.values() for f in fs)
+    assert trainer.accel is None
+    assert (trainer.save_dir / "accel_report.json").is_file()
+    assert (trainer.save_dir / "accel_report.html").is_file()
+
+
+def test_the_average_of_the_host_is_the_trainer_s_present_one() -> None:
+    class Trainer:
+        class ema:
+            updates = 3
+            ema = nn.Linear(1, 1)
+
+    average = HostAverage(Trainer())
+    state = average.state_dict()
+    Trainer.ema.updates = 5
+    average.load_state_dict(state)
+    assert Trainer.ema.updates == 3
+    assert set(state["shadow"]) == {"weight", "bias"}
+
+
+def test_plain_settings_are_plain() -> None:
+    """The spelling of the host's augmentation switches is still known to the host."""
+    from ultralytics.utils import DEFAULT_CFG_DICT
+
+    assert set(PLAIN) <= set(DEFAULT_CFG_DICT)
