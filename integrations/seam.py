@@ -2,8 +2,9 @@
 
 The host drives. An adapter translates the host's own events into these calls, in this order:
 
-    model_ready
+    start_plan -> model_ready
     for every micro-batch:  micro_batch -> mean | batch_mean (the loss's weight) -> backward_done
+    at a window's first, before its forward:  plan_window
     at a forced end of a window:  close
     around validation:  validation()
     around a checkpoint:  state_dict / load_state_dict, files
@@ -76,6 +77,16 @@ class Seam(Protocol):
         expected: int = 1,
     ) -> None:
         """Everything is built: model on its device, optimizer, EMA. `size` is K, or None where the host closes."""
+
+    def start_plan(self, device: torch.device) -> tuple[str, str]:
+        """Precision and memory format to begin with, before `model_ready`; what is left open is measured later."""
+
+    def plan_window(self, trial: Any, left: int, shape: Iterable[int]) -> None:
+        """At a window's first micro-batch, outside autocast: let the planner try or switch on the batch at hand.
+
+        `trial.loss()` runs forward and loss on it, `trial.apply(precision, memory_format)` switches; `left` counts
+        the micro-batches still to come.
+        """
 
     def micro_batch(self, samples: int, expected: int | None = None) -> None:
         """A micro-batch has arrived from the loader; `expected` micro-batches a window where the host decides."""

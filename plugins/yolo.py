@@ -16,6 +16,7 @@ from plugins.config import AccelConfig
 from plugins.errors import AccelError
 
 HOST = "ultralytics"
+HOST_BATCH = 16  # of a command that gives none
 Callback = Callable[[Any], None]
 _log = logging.getLogger("ultralytics")
 
@@ -29,6 +30,7 @@ def start(trainer: Any, options: Mapping[str, Any] | None = None) -> None:
     from integrations.ultralytics.saving import find_state
     from plugins.core import precision
     from plugins.core.compile import CompileRefused
+    from plugins.core.planner import PlanError
     from plugins.core.report import versions
     from plugins.core.session import Session
 
@@ -47,12 +49,12 @@ def start(trainer: Any, options: Mapping[str, Any] | None = None) -> None:
             _log.info(f"accel: resuming live weights, optimizer, window and random state; settings {config.given()}")
     check(config, {"batch": trainer.batch_size})
     try:
-        adapter = Adapter(trainer, session, precision.resolve(config.precision, trainer.device))
+        adapter = Adapter(trainer, session)
         with adapter.released_on_error():
             adapter.hold(state)
     except BaseException as error:
         session.end()
-        if isinstance(error, (UnsupportedRun, CompileRefused, precision.Unsupported)):
+        if isinstance(error, (UnsupportedRun, CompileRefused, precision.Unsupported, PlanError)):
             raise AccelError(str(error)) from None
         raise
     trainer.accel = adapter
@@ -101,7 +103,10 @@ def configure(options: Mapping[str, Any], host_args: Mapping[str, Any] | None = 
     Raises:
         AccelError: one line that names the field, the value and what is allowed.
     """
-    check(AccelConfig(**options), host_args or {})
+    given = dict(host_args or {})
+    if host_args is not None and not {"resume", "cfg"} & given.keys():  # else the batch comes from a file
+        given.setdefault("batch", HOST_BATCH)
+    check(AccelConfig(**options), given)
     return {**callbacks, "on_pretrain_routine_end": partial(start, options=dict(options))}
 
 
@@ -118,7 +123,7 @@ def check(config: AccelConfig, host_args: Mapping[str, Any]) -> None:
             f"compile={host_args['compile']}: the host's own compile and the plug exclude each other; "
             "leave compile out and set accel.compile=on"
         )
-    batch = host_args.get("batch", 16)
+    batch = host_args.get("batch")
     if (
         config.effective_batch != "host"
         and isinstance(batch, int)

@@ -26,18 +26,18 @@ from ultralytics.utils.torch_utils import unwrap_model
 from integrations.patches import Patches
 from integrations.seam import Seam, UnsupportedRun
 from integrations.ultralytics import loader, schedule
+from integrations.ultralytics.layout import Layout
 from integrations.ultralytics.losses import Losses
 from integrations.ultralytics.saving import Saving
 
 HOST_CLIP_NORM = 10.0
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 class Adapter:
-    """`hold` takes the trainer, `release` gives it back as it was. `precision` is host, fp32, bf16 or fp16."""
+    """`hold` takes the trainer, `release` gives it back as it was."""
 
-    def __init__(self, trainer: Any, seam: Seam, precision: str = "host") -> None:
-        self.trainer, self.seam, self.precision = trainer, seam, precision
+    def __init__(self, trainer: Any, seam: Seam) -> None:
+        self.trainer, self.seam = trainer, seam
         self.model: nn.Module = unwrap_model(trainer.model)
         self.patches = Patches()
         self._callbacks = {
@@ -65,11 +65,10 @@ class Adapter:
             if getattr(trainer.train_loader, "generator", None) is not None:
                 trainer.train_loader.generator.manual_seed(config.seed)
         self._set_decay(config.ema)
-        self._set_precision()
-        self._set_memory_format(config.memory_format)
         losses = Losses(self.model, self.seam, self.patches)
         self.crosses_epochs = losses.crosses_epochs
-        self.patches.put(self.model, "loss", self._wrap_loss(self.model.loss))  # type: ignore[arg-type]
+        self.layout = Layout(trainer, self.model, self.patches)
+        self.layout.start(*self.seam.start_plan(trainer.device))
         distributed = isinstance(trainer.model, nn.parallel.DistributedDataParallel)
         accumulates = (self.size or host_accumulate) > 1
         if distributed and accumulates:
@@ -163,7 +162,15 @@ class Adapter:
         else:
             batch = self._preprocess(batch)
         self.seam.shape(batch["img"].shape)
+        if first:
+            with torch.autocast(self.trainer.device.type, enabled=False):  # the host calls this inside its own
+                self.seam.plan_window(self.layout.at(batch), self._left(), batch["img"].shape)
         return batch
+
+    def _left(self) -> int:
+        """Micro-batches that are still to come, this one included."""
+        trainer = self.trainer
+        return int((trainer.epochs - trainer.epoch) * len(trainer.train_loader) - self._index)
 
     def _preprocess_at_one_scale(self, batch: dict[str, Any], first: bool) -> dict[str, Any]:
         """One multi-scale draw a window, as one big batch would have; the generator goes on as it would have."""
@@ -176,28 +183,6 @@ class Adapter:
             return self._preprocess(batch)
         finally:
             random.setstate(now)
-
-    def _wrap_loss(self, original: Any) -> Any:
-        """Forward and loss of the live model: input layout, autocast dtype, the compiled callable."""
-        device = self.trainer.device
-
-        def loss(batch: dict[str, Any], preds: Any = None) -> Any:
-            if self.channels_last:
-                batch["img"] = batch["img"].contiguous(memory_format=torch.channels_last)
-            if self.precision == "host":
-                return original(batch, self._forward(batch) if preds is None else preds)
-            dtype = DTYPES[self.precision]
-            with torch.autocast(
-                device.type, dtype=None if dtype is torch.float32 else dtype, enabled=dtype is not torch.float32
-            ):
-                return original(batch, self._forward(batch) if preds is None else preds)
-
-        return loss
-
-    def _forward(self, batch: dict[str, Any]) -> Any:
-        """The compiled call, where there is one; None leaves the forward to the host's own `loss`."""
-        compiled = getattr(self.model, "_compiled_call_impl", None) is not None
-        return self.model(batch["img"]) if compiled else None
 
     def _optimizer_step(self) -> None:
         """Called by the host after every micro-batch, since its `accumulate` is held at 1."""
@@ -275,21 +260,6 @@ class Adapter:
         elif decay != "host":
             self.trainer.ema.decay = lambda updates: float(decay) * (1 - math.exp(-updates / 2000))
         self.seam.report.ema.decay = 0.9999 if decay == "host" else decay
-
-    def _set_precision(self) -> None:
-        trainer = self.trainer
-        if self.precision in ("bf16", "fp32"):
-            trainer.scaler = torch.amp.GradScaler(trainer.device.type, enabled=False)
-        elif self.precision == "fp16":
-            trainer.scaler = torch.amp.GradScaler(trainer.device.type, enabled=True)
-        self.seam.report.speed.precision = self.precision
-
-    def _set_memory_format(self, layout: str) -> None:
-        self.channels_last = layout == "channels_last"
-        if self.channels_last:
-            self.model.to(memory_format=torch.channels_last)
-            self.trainer.ema.ema.to(memory_format=torch.channels_last)
-        self.seam.report.speed.memory_format = "channels_last" if self.channels_last else "host"
 
     def _uncompilable(self) -> str:
         if getattr(type(self.model), "loss", None) is not BaseModel.loss:

@@ -74,23 +74,34 @@ def _atomic_strip(strip: Callable[..., dict[str, Any]], seam: Seam) -> Callable[
 
     def strip_atomically(f: str | Path = "best.pt", s: str = "", updates: Any = None) -> dict[str, Any]:
         target = Path(s or f)
-        with tempfile.TemporaryDirectory(prefix=".strip-", dir=target.parent) as folder:
-            copy = Path(folder) / target.name
-            shutil.copyfile(f, copy)
-            before, LOGGER.disabled = LOGGER.disabled, True  # it would name the copy
-            try:
-                stripped = strip(copy, updates=updates)
-            finally:
-                LOGGER.disabled = before
-            if not stripped:
-                LOGGER.warning(f"Skipping {f}, not a valid Ultralytics model")
-                return stripped
-            data = copy.read_bytes()
-        seam.files.AtomicPath(target).write_bytes(data)
+        stripped: dict[str, Any] = {}
+        try:
+            with tempfile.TemporaryDirectory(prefix=".strip-", dir=target.parent) as folder:
+                copy = Path(folder) / target.name
+                shutil.copyfile(f, copy)
+                with _silent():  # it would name the copy
+                    stripped = strip(copy, updates=updates)
+                if not stripped:
+                    LOGGER.warning(f"Skipping {f}, not a valid Ultralytics model")
+                    return stripped
+                data = copy.read_bytes()
+            seam.files.AtomicPath(target).write_bytes(data)
+        except OSError as error:
+            seam.warn(f"optimizer not stripped from {target}: {error}; the file is whole, with its optimizer")
+            return stripped
         LOGGER.info(f"Optimizer stripped from {target}, {len(data) / 1e6:.1f}MB")
         return stripped
 
     return strip_atomically
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    before, LOGGER.disabled = LOGGER.disabled, True
+    try:
+        yield
+    finally:
+        LOGGER.disabled = before
 
 
 def find_state(trainer: Any, files: Any) -> dict[str, Any] | None:

@@ -54,6 +54,7 @@ class CompileFacts:
 @dataclass
 class SpeedFacts:
     plan: str = "host"
+    reason: str = ""
     candidates: list[dict[str, Any]] = field(default_factory=list)
     precision: str = "host"
     memory_format: str = "host"

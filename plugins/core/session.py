@@ -1,16 +1,16 @@
 """One training run: owns the parts and the order of an update; answers the seam's hooks.
 
-micro_batch -> forward in autocast through the compiled callable -> loss x weight -> backward
+micro_batch -> plan -> forward in autocast through the compiled callable -> loss x weight -> backward
 -> window closes -> schedule's rate -> unscale -> rescale -> finite? -> clip -> step -> zero -> EMA
 """
 
 from __future__ import annotations
 
-import math
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +19,22 @@ from torch import Tensor, nn
 
 from plugins.config import AccelConfig
 from plugins.core import checkpoint
-from plugins.core import compile as compiling
 from plugins.core.batchnorm import SMALL_MICRO_BATCH, Statistics
+from plugins.core.compilation import Compilation
+from plugins.core.compile import CUDA_GRAPH_MODES, InPlace, preallocate_gradients
 from plugins.core.memory import Peaks
+from plugins.core.meter import Meter
+from plugins.core.plan import Plan
+from plugins.core.planner import Planner, Start, Trial
+from plugins.core.remember import Memory, default_folder
 from plugins.core.report import Report, Series
-from plugins.core.shapes import Marker, Seen
 from plugins.core.update import NonFiniteGradient, Outcome, Resumable, Update
 from plugins.core.watch import Watch
 from plugins.core.window import ALL, Term, Window
 
 WITHOUT_GRADIENT_SHOWN = 20
 SKIPS_SHOWN = 5
+COUNTS = ("micro_batches", "updates", "partial_windows", "skipped_updates", "dropped_micro_batches")
 
 
 class Session:
@@ -43,17 +48,23 @@ class Session:
     def __init__(self, config: AccelConfig, host: str, say: Callable[[str], None] = print) -> None:
         self.config, self.say = config, say
         self.report = Report(host, config.dump())
-        self.series = Series()
-        self.seen = Seen()
+        self.meter = Meter()
         self.window = Window()
-        self.watch = Watch(self._compile_progress)
-        self.compiled: list[compiling.InPlace] = []
-        self._validated: list[compiling.InPlace] = []
         self._schedule: Callable[[int], None] | None = None
-        self._arrived = self._spent = self._idle_since = 0.0
-        self._ended = False
+        self._start = Start()
+        self._trying = self._ended = False
 
-    # -- model ready -------------------------------------------------------------------------------------------
+    # -- before the first batch -----------------------------------------------------------------------------------
+
+    def start_plan(self, device: torch.device) -> tuple[str, str]:
+        """Precision and memory format to begin with. What the settings leave open is measured later.
+
+        Raises:
+            precision.Unsupported: a precision that this device cannot train in.
+            PlanError: a plan file that is none.
+        """
+        self._start = Start.of(self.config, device)
+        return self._start.plan.precision, self._start.plan.memory_format
 
     def model_ready(
         self,
@@ -89,7 +100,7 @@ class Session:
         self.window = Window(size, exact=self.config.normalise == "exact")
         self.window.expected = size or expected
         clip = self.config.clip_norm
-        cuda_graphs = device.type == "cuda" and self.config.compile_mode in compiling.CUDA_GRAPH_MODES
+        cuda_graphs = device.type == "cuda" and self.config.compile_mode in CUDA_GRAPH_MODES
         self.update = Update(
             optimizer,
             scaler=scaler,
@@ -105,12 +116,25 @@ class Session:
         self.statistics.apply(self.window.expected)
         self.peaks = Peaks(device)
         self._describe(micro_batch)
-        self.watch.start()
+        cache = Memory(default_folder() if self.config.cache_dir == "auto" else Path(self.config.cache_dir), self.warn)
+        if self.config.compile != "off":
+            cache.use_for_compiler()
+        self.compilation = Compilation(
+            self.config, model, device, self.report.compile, self.warn, dims, takes, uncompilable
+        )
         try:
-            self._compile(dims, takes, uncompilable)
+            if self.update.keep_gradients:
+                preallocate_gradients(model)
+            self.compilation.start()
         except BaseException:
             self.end()
             raise
+        if "compile" in self._start.open_fields and self.compilation.impossible:
+            self.report.compile.reason = self.compilation.impossible
+            self._start = replace(self._start, open_fields=self._start.open_fields - {"compile"})
+        self.planner = Planner(
+            self, model, device, self._start, cache, self.compilation.arguments, self.compilation.dims
+        )
 
     def _describe(self, micro_batch: int) -> None:
         report = self.report
@@ -121,8 +145,6 @@ class Session:
         report.gradients.clip_norm = self.update.clip_norm
         report.batchnorm.layers = len(self.statistics.layers)
         report.batchnorm.rule = self.config.batchnorm
-        report.compile.budget = self.config.recompile_budget
-        report.compile.mode = self.config.compile_mode
         if self.statistics.layers and 0 < micro_batch < SMALL_MICRO_BATCH and self.config.batchnorm != "freeze":
             report.batchnorm.micro_batch_too_small = True
             self.warn(
@@ -136,104 +158,51 @@ class Session:
         facts.accumulate, facts.micro_batch = self.window.expected, micro_batch
         facts.effective_batch = self.window.expected * micro_batch
 
-    # -- compile ------------------------------------------------------------------------------------------------
+    # -- plan and compile -----------------------------------------------------------------------------------------
 
-    def _compile(self, dims: Iterable[int], takes: Callable[[tuple[Any, ...]], bool], reason: str) -> None:
-        facts = self.report.compile
-        if self.config.compile != "on":
-            facts.reason = (
-                "compile=off"
-                if self.config.compile == "off"
-                else "compile=auto stays eager: nothing has measured yet that compile pays here; compile=on compiles"
-            )
+    def plan_window(self, trial: Trial, left: int, shape: Iterable[int]) -> None:
+        """At a window's first micro-batch, before its forward and outside autocast: let the planner try or switch."""
+        if self.planner.state == "done" and not self.planner.given:
             return
-        reason = reason or compiling.missing_compiler(self.device, self.config.compile_backend)
-        if reason:
-            self._stay_eager(reason)
-            return
-        compiling.refuse_inside_autocast()
-        if self.update.keep_gradients:
-            compiling.preallocate_gradients(self.model)
-        modules, facts.decision = self._scope()
-        way = "static" if self.config.dynamic == "static" else "strict"
-        for module in modules:
-            part = compiling.InPlace(
-                module,
-                backend=self.config.compile_backend,
-                mode=self.config.compile_mode,
-                dynamic=False if self.config.dynamic == "static" else None,
-                limit=self.config.recompile_budget,
-                isolate=facts.decision == "whole",
-                marker=Marker(dims, way),
-                takes=takes,
-                give_up=self._stay_eager,
-            )
-            part.install()
-            self.compiled.append(part)
-        facts.reason = "compile=on"
+        began = time.perf_counter()
+        self.planner.at_window(trial, self.updates, left, tuple(shape))
+        self.meter.forgive(time.perf_counter() - began)
+
+    @contextmanager
+    def untouched(self) -> Iterator[None]:
+        """What runs inside leaves no trace: window, BatchNorm statistics, gradients, random state."""
+        state, self._trying = checkpoint.random_state(), True
+        try:
+            yield
+        finally:
+            self._trying = False
+            self.statistics.restore()
+            self.model.zero_grad(set_to_none=not self.update.keep_gradients)
+            checkpoint.set_random_state(state)
+
+    def compile_scope(self, scope: str) -> Sequence[nn.Module]:
+        return self.compilation.install_scope(scope)
+
+    def uncompile(self) -> None:
+        self.compilation.undo()
+
+    def progress(self, text: str) -> None:
+        sys.stderr.write(f"accel: {text}\n")
 
     def compile_validation(self, model: nn.Module) -> None:
-        """Compile the model that validation runs, once, where `validate=compiled` asks; it falls back alone."""
-        if self.config.validate_ != "compiled" or self.config.compile != "on":
-            return
-        if any(part.module is model for part in self._validated):
-            return
-        part = compiling.InPlace(
-            model,
-            backend=self.config.compile_backend,
-            mode=self.config.compile_mode,
-            limit=self.config.recompile_budget,
-            give_up=lambda reason: self.warn(f"compile: validation runs eagerly: {reason}"),
-        )
-        part.install()
-        self._validated.append(part)
+        self.compilation.validation(model)
 
-    def _scope(self) -> tuple[list[nn.Module], str]:
-        scope = self.config.compile_scope
-        if isinstance(scope, list):
-            modules = compiling.matching(self.model, scope, self.config.compile_exclude)
-            if not modules:
-                raise compiling.CompileRefused(f"compile_scope={','.join(scope)}: no module has such a name")
-            return modules, "features"
-        if scope == "regional":
-            left_out = {id(m) for m in compiling.matching(self.model, self.config.compile_exclude, [])}
-            blocks = [block for block in compiling.regions(self.model) if id(block) not in left_out]
-            if not blocks:
-                raise compiling.CompileRefused("compile_scope=regional: the model has no repeated blocks; use whole")
-            return blocks, "regional"
-        if self.config.compile_exclude:
-            raise compiling.CompileRefused(
-                f"compile_exclude={','.join(self.config.compile_exclude)}: the whole forward is one graph; "
-                "use compile_scope=regional or name patterns"
-            )
-        return [self.model], "whole"
+    @property
+    def compiled(self) -> list[InPlace]:
+        return self.compilation.parts
 
-    def _stay_eager(self, reason: str) -> None:
-        """An error of the compiler, or the budget: one warning, and the run goes on eagerly."""
-        for part in self.compiled:
-            part.undo()
-        self.report.compile.decision, self.report.compile.reason = "eager", reason
-        self.warn(f"compile: {reason}; the run goes on eagerly")
+    @property
+    def series(self) -> Series:
+        return self.meter.series
 
-    def _hold_budget(self) -> None:
-        if not any(part.active for part in self.compiled):
-            return
-        graphs = self.watch.graphs
-        if graphs > len(self.series.compiled_at):
-            new = graphs - len(self.series.compiled_at)
-            self.series.compiled_at.extend([self.updates] * new)
-        if graphs > self.config.recompile_budget:
-            self._stay_eager(f"{graphs} graphs were built, over recompile_budget={self.config.recompile_budget}")
-        elif fell := self.watch.fell_to_eager:
-            self._stay_eager(f"torch stopped compiling {fell[0]} at its recompile limit")
-
-    def _compile_progress(self, seconds: float, graphs: int, done: bool) -> None:
-        text = f"accel: compiling, {seconds:.0f} s, {graphs} graphs built"
-        if sys.stderr.isatty():
-            sys.stderr.write(f"\r{text}{chr(10) if done else ''}")
-            sys.stderr.flush()
-        elif done or round(seconds) % 10 == 0:
-            sys.stderr.write(f"{text}\n")
+    @property
+    def watch(self) -> Watch:
+        return self.compilation.watch
 
     # -- a micro-batch and its window -----------------------------------------------------------------------------
 
@@ -243,13 +212,9 @@ class Session:
         return self.report.window.updates + self.report.window.skipped_updates
 
     def micro_batch(self, samples: int, expected: int | None = None) -> None:
-        now = time.perf_counter()
-        if self._idle_since:
-            self.series.waiting += now - self._idle_since
-            self._idle_since = 0.0
-        self._arrived = now
-        if self.window.empty:
-            self._spent = 0.0
+        first = self.window.empty
+        self.meter.arrived(first)
+        if first:
             self.statistics.keep()
             if expected is not None and self.window.size is None:
                 self.window.expected = expected
@@ -257,30 +222,23 @@ class Session:
         self.report.window.micro_batches += 1
 
     def shape(self, shape: Iterable[int], padding: int = 0) -> None:
-        sizes = tuple(shape)
-        self.seen.add(sizes, padding, math.prod(sizes))
+        self.meter.shape(shape, padding)
 
     def mean(self, count: Tensor | float, group: str = ALL) -> Tensor | float:
-        return self.window.weigh({group: Term.mean(count)})[group]
+        return 1.0 if self._trying else self.window.weigh({group: Term.mean(count)})[group]
 
     def batch_mean(self, images: int, targets: Tensor | float, group: str = ALL) -> Tensor | float:
-        return self.window.weigh({group: Term.batch_mean(images, targets)})[group]
+        return 1.0 if self._trying else self.window.weigh({group: Term.batch_mean(images, targets)})[group]
 
     def share(self, group: str = ALL) -> Tensor | float:
-        return self.window.share(group)
+        return 1.0 if self._trying else self.window.share(group)
 
     def backward_done(self) -> Outcome | None:
         return self.close() if self.window.full else None
 
     def idle(self) -> None:
-        self._idle_since = now = time.perf_counter()
-        self._spend(now)
-
-    def _spend(self, now: float) -> None:
-        """Add the micro-batch under way to its window's time: validation and waiting between them is not a step's."""
-        if self._arrived:
-            self._spent += now - self._arrived
-            self._arrived = 0.0
+        self.meter.idle()
+        self.planner.stepped(self.meter.last_seconds)
 
     def training_mode(self) -> None:
         self.statistics.apply(self.window.expected)
@@ -288,10 +246,7 @@ class Session:
     def close(self) -> Outcome | None:
         if self.window.empty:
             return None
-        if self._schedule is not None:
-            self._schedule(self.updates)
-        if not self.series.seconds:
-            self._without_gradient()
+        self._before_update()
         try:
             outcome = self.update.step(self.window)
         except NonFiniteGradient:
@@ -299,6 +254,18 @@ class Session:
             raise
         self.closed(outcome)
         return outcome
+
+    def prepare(self) -> Outcome:
+        """For hosts that step by themselves: gradients unscaled, exact, checked and clipped. After the host's step
+        come `update.finish` and `closed`."""
+        self._before_update()
+        return self.update.prepare(self.window)
+
+    def _before_update(self) -> None:
+        if self._schedule is not None:
+            self._schedule(self.updates)
+        if not self.meter.series.seconds:
+            self._without_gradient()
 
     def closed(self, outcome: Outcome) -> None:
         """Bookkeeping after an update; called by hosts that step by themselves as well."""
@@ -314,14 +281,10 @@ class Session:
                     f"update {self.updates - 1}: the gradient norm is {outcome.norm}; the update was skipped{last}"
                 )
         facts.partial_windows += outcome.partial
-        self._spend(time.perf_counter())
-        self.series.seconds.append(self._spent)
-        self.series.norms.append(outcome.norm)
-        self.series.clipped += outcome.clipped
-        self.series.samples += outcome.samples
+        self.meter.closed(outcome)
         self.window.close()
         self.peaks.update_done()
-        self._hold_budget()
+        self.compilation.hold_budget(self.updates)
 
     def drop(self) -> None:
         """Forget an unfinished window (the host threw its gradients away, or stopped after its last save)."""
@@ -349,11 +312,10 @@ class Session:
         finally:
             for part in held:
                 part.active = True
-            self._idle_since = 0.0
+            self.meter.not_waiting()
 
     def state_dict(self) -> dict[str, Any]:
         average = self.update.average
-        gradients = {} if self.window.empty else _gradients(self.model)
         return {
             "config": self.config.given(),
             "model": {name: t.detach() for name, t in self.model.state_dict().items()},
@@ -361,9 +323,10 @@ class Session:
             "scaler": self.update.scaler.state_dict() if self.update.scaler is not None else {},
             "average": average.state_dict() if isinstance(average, Resumable) else {},
             "window": self.window.state_dict(),
-            "gradients": gradients,
+            "gradients": {} if self.window.empty else _gradients(self.model),
             "kept_statistics": list(self.statistics._kept) if not self.window.empty else [],
-            "counts": _counts(self.report),
+            "counts": self.counts(),
+            "plan": self.planner.plan.as_dict(),
             "random": checkpoint.random_state(),
         }
 
@@ -379,8 +342,16 @@ class Session:
         for name, gradient in state["gradients"].items():
             parameters[name].grad = gradient.to(parameters[name].device)
         self.statistics._kept = [t.to(self.device) for t in state["kept_statistics"]]
-        for name, value in state["counts"].items():
-            setattr(self.report.window, name, value)
+        self.set_counts(state["counts"])
+        self.planner.resume(Plan.from_dict(state.get("plan", {})), self.updates)
+
+    def counts(self) -> dict[str, int]:
+        """What the report counted so far, for a checkpoint; a resumed run goes on from it."""
+        return {name: int(getattr(self.report.window, name)) for name in COUNTS}
+
+    def set_counts(self, counts: Mapping[str, int]) -> None:
+        for name in COUNTS:
+            setattr(self.report.window, name, counts[name])
 
     def warn(self, text: str) -> None:
         if text not in self.report.warnings:
@@ -394,9 +365,12 @@ class Session:
             facts.exact = False
 
     def write_report(self, folder: Path) -> Path:
-        """Write the report as it stands now."""
+        """Write the report as it stands now, and the plan beside it."""
         self._sum_up()
-        return self.report.write(folder, self.series)
+        path = self.report.write(folder, self.meter.series)
+        if hasattr(self, "planner"):
+            self.planner.write(folder)
+        return path
 
     def end(self, folder: Path | None = None) -> Path | None:
         """Undo what was put on the model and write the report; returns its path. Safe to call twice.
@@ -407,52 +381,35 @@ class Session:
             return None
         self._ended = True
         path = None
+        if hasattr(self, "planner"):
+            self.planner.end()
         if folder is not None:
             try:
                 path = self.write_report(folder)
             except OSError as error:
                 self.warn(f"report not written: {error}")
-        for part in (*self.compiled, *self._validated):
-            part.undo()
+        if hasattr(self, "compilation"):
+            self.compilation.end()
         if hasattr(self, "statistics"):
             self.statistics.undo()
-        self.watch.end()
         return path
 
     def _sum_up(self) -> None:
-        report, series, watch = self.report, self.series, self.watch
-        facts = report.compile
-        facts.graphs, facts.recompiles = watch.graphs, watch.recompiles
-        facts.recompile_reasons, facts.phases = watch.recompile_reasons, watch.phases()
-        breaks = watch.graph_breaks
-        facts.graph_breaks, facts.graph_break_reasons = sum(breaks.values()), list(breaks)
-        facts.seconds, facts.cache = round(watch.seconds, 3), watch.cache() if self.compiled else ""
-        facts.marking = self.compiled[0].marker.way if self.compiled else ""
-        speed = report.speed
-        speed.first_step_seconds = series.seconds[0] if series.seconds else None
-        speed.step_seconds_median = series.median_seconds()
-        total = sum(series.seconds)
-        if total:
-            speed.samples_per_second = series.samples / total
-            speed.loader_wait_fraction = min(series.waiting / total, 1.0)
+        report = self.report
+        self.meter.sum_up(report.speed, report.shapes, report.gradients)
+        if hasattr(self, "planner"):
+            self.compilation.sum_up()
+            self.meter.series.compiled_at = self.compilation.compiled_at
+            self.planner.sum_up(report.speed, report.compile)
         if hasattr(self, "peaks"):
             self.peaks.end()
             report.memory.first_step_peak_gib = self.peaks.first_gib
             report.memory.steady_peak_gib = self.peaks.steady_gib
-        report.shapes.seen = sorted([list(s) for s in self.seen.shapes])
-        report.shapes.padding_fraction = self.seen.padding_fraction
-        if series.norms:
-            ordered = sorted(n for n in series.norms if n == n)
-            report.gradients.norm_median = ordered[len(ordered) // 2] if ordered else None
-            report.gradients.clipped_fraction = series.clipped / len(series.norms)
         if hasattr(self, "update") and self.update.average is not None:
             report.ema.updates = int(getattr(self.update.average, "updates", 0))
+        if advice := self.meter.advice():
+            self.warn(advice)
 
 
 def _gradients(model: nn.Module) -> dict[str, Tensor]:
     return {name: p.grad.detach() for name, p in model.named_parameters() if p.grad is not None}
-
-
-def _counts(report: Report) -> dict[str, int]:
-    names = ("micro_batches", "updates", "partial_windows", "skipped_updates", "dropped_micro_batches")
-    return {name: int(getattr(report.window, name)) for name in names}

@@ -6,6 +6,7 @@ callbacks for a progress line, so that a first compile of minutes does not look 
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -37,6 +38,7 @@ class Watch:
         self._started_us = 0
         self._graphs_before = 0
         self._breaks: dict[str, int] = {}
+        self._elsewhere: list[tuple[float, float]] = []  # times of the other phases, us
 
     def start(self) -> None:
         set_compilation_metrics_limit(ROWS_KEPT)
@@ -58,16 +60,21 @@ class Watch:
 
     @contextmanager
     def in_phase(self, phase: str) -> Iterator[None]:
-        """Compiles inside are counted for `phase` (train, validation)."""
+        """Compiles inside belong to `phase`: they are not among training's graphs, recompiles and breaks."""
         before, self.phase = self.phase, phase
+        began, breaks = time.time_ns() // 1000, dict(counters["graph_break"])
+        self._elsewhere.append((began, math.inf))
         try:
             yield
         finally:
             self.phase = before
+            self._elsewhere[-1] = (began, time.time_ns() // 1000)
+            for reason, count in counters["graph_break"].items():
+                self._breaks[reason] = self._breaks.get(reason, 0) + count - breaks.get(reason, 0)
 
     @property
     def graphs(self) -> int:
-        """Forward graphs built since `start`."""
+        """Forward graphs that training built since `start`."""
         return sum(1 for row in self._rows() if row.is_forward and row.fail_type is None)
 
     @property
@@ -89,7 +96,7 @@ class Watch:
 
     @property
     def graph_breaks(self) -> dict[str, int]:
-        """Graph break reason -> count, since `start`."""
+        """Graph break reason -> count in training, since `start`."""
         now = counters["graph_break"]
         return {k: n - self._breaks.get(k, 0) for k, n in now.items() if n > self._breaks.get(k, 0)}
 
@@ -106,8 +113,11 @@ class Watch:
         return "cold" if found.get("fxgraph_cache_miss") else ""
 
     def _rows(self) -> list[Any]:
-        """By time and not by position: torch forgets its oldest rows."""
-        return [row for row in get_compilation_metrics() if (row.start_time_us or 0) >= self._started_us]
+        """Training's, by time and not by position: torch forgets its oldest rows."""
+        return [row for row in get_compilation_metrics() if self._is_ours(row.start_time_us or 0)]
+
+    def _is_ours(self, at: float) -> bool:
+        return at >= self._started_us and not any(began <= at <= ended for began, ended in self._elsewhere)
 
     def _started(self, _: object) -> None:
         self._open += 1

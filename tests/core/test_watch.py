@@ -56,6 +56,7 @@ def test_graphs_by_the_phase_they_came_from(watch: Watch) -> None:
         model(torch.ones(5, 3))
     model(torch.ones(6, 3))
     assert watch.phases() == {"train": 2, "validation": 2}
+    assert watch.graphs == 2  # training's: the budget is for these
     with pytest.raises(KeyError), watch.in_phase("validation"):
         raise KeyError
     assert watch.phase == "train"

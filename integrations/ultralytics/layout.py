@@ -1,0 +1,77 @@
+"""Precision and memory layout of one live model's forward and loss; what the planner may try and switch.
+
+The host's own autocast surrounds the call. Another precision is an autocast inside of it, so that nothing of the
+host's settings (which are saved and resumed) changes.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from integrations.patches import Patches
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Layout:
+    """Wraps `model.loss`. `apply` switches at any window's start; `at` names the batch that `loss` runs on."""
+
+    def __init__(self, trainer: Any, model: nn.Module, patches: Patches) -> None:
+        self.trainer, self.model = trainer, model
+        self.precision, self.memory_format = "host", "host"
+        self._batch: dict[str, Any] = {}
+        self._own: Any = patches.put(model, "loss", self._loss)
+
+    def start(self, precision: str, memory_format: str) -> None:
+        """Before the first step. The gradient scaler follows the precision; a later switch leaves it as it is."""
+        if precision != "host":
+            self.trainer.scaler = torch.amp.GradScaler(self.trainer.device.type, enabled=precision == "fp16")
+        self.apply(precision, memory_format)
+
+    def apply(self, precision: str, memory_format: str) -> None:
+        self.precision = precision
+        if memory_format != self.memory_format:
+            wanted = torch.channels_last if memory_format == "channels_last" else torch.contiguous_format
+            self.model.to(memory_format=wanted)
+            average = self.trainer.ema
+            average.ema.to(memory_format=wanted)
+            average._pairs = None  # it caches tensors, and these have new storages
+            self.memory_format = memory_format
+
+    @property
+    def autocast(self) -> tuple[str, torch.dtype] | None:
+        """The host's own autocast around the loop: device and dtype, or None."""
+        if not self.trainer.amp:
+            return None
+        return self.trainer.device.type, torch.bfloat16 if self.trainer.args.amp == "bf16" else torch.float16
+
+    def at(self, batch: dict[str, Any]) -> Layout:
+        self._batch = batch
+        return self
+
+    def loss(self) -> Tensor:
+        """Forward and loss of a trial, in the autocast that the host's loop would give it."""
+        host = self.autocast
+        with torch.autocast(host[0], dtype=host[1]) if host else nullcontext():
+            value: Tensor = self.model({**self._batch})[0]
+            return value
+
+    def _loss(self, batch: dict[str, Any], preds: Any = None) -> Any:
+        if self.memory_format == "channels_last":
+            batch["img"] = batch["img"].contiguous(memory_format=torch.channels_last)
+        with self._inner():
+            if preds is None and getattr(self.model, "_compiled_call_impl", None) is not None:
+                preds = self.model(batch["img"])  # without a compiled call the forward is the host's own
+            return self._own(batch, preds)
+
+    def _inner(self) -> AbstractContextManager[Any]:
+        if self.precision == "host":
+            return nullcontext()
+        device = self.trainer.device.type
+        if self.precision == "fp32":
+            return torch.autocast(device, enabled=False)
+        return torch.autocast(device, dtype=DTYPES[self.precision])

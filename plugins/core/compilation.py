@@ -1,0 +1,183 @@
+"""What of one run is compiled: the scope, the budget of graphs, and the way back to eager."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from plugins.config import AccelConfig
+from plugins.core import compile as compiling
+from plugins.core.report import CompileFacts
+from plugins.core.shapes import Marker
+from plugins.core.watch import Watch
+
+Takes = Callable[[tuple[Any, ...]], bool]
+
+
+class Compilation:
+    """Installs compiled calls on a model by the settings, and holds them to `recompile_budget`.
+
+    Attributes:
+        parts: the compiled modules in force.
+        compiled_at: updates at which graphs appeared, one entry a graph.
+        impossible: why nothing can be compiled here, or empty.
+    """
+
+    def __init__(
+        self,
+        config: AccelConfig,
+        model: nn.Module,
+        device: torch.device,
+        facts: CompileFacts,
+        warn: Callable[[str], None],
+        dims: Iterable[int] = (),
+        takes: Takes = lambda args: True,
+        impossible: str = "",
+    ) -> None:
+        self.config, self.model, self.device, self.facts, self.warn = config, model, device, facts, warn
+        self.dims, self.takes = tuple(dims), takes
+        self.impossible = impossible or compiling.missing_compiler(device, config.compile_backend)
+        self.parts: list[compiling.InPlace] = []
+        self.compiled_at: list[int] = []
+        self._validated: list[compiling.InPlace] = []
+        self.watch = Watch(progress)
+        facts.budget, facts.mode = config.recompile_budget, config.compile_mode
+        self.watch.start()
+
+    @property
+    def active(self) -> bool:
+        return any(part.active for part in self.parts)
+
+    def arguments(self, scope: str) -> dict[str, Any]:
+        """How a module is compiled; the same in a worker that fills the cache."""
+        return {
+            "backend": self.config.compile_backend,
+            "mode": self.config.compile_mode,
+            "dynamic": False if self.config.dynamic == "static" else None,
+            "limit": self.config.recompile_budget,
+            "isolate": scope == "whole",
+        }
+
+    def start(self) -> None:
+        """At the start of the run: compile where `compile=on` asks for it.
+
+        Raises:
+            CompileRefused: asked where it cannot be right; the message is the reason.
+        """
+        if self.config.compile != "on":
+            self.facts.reason = "compile=off" if self.config.compile == "off" else "compile=auto starts eager"
+            return
+        if self.impossible:
+            self.stay_eager(self.impossible)
+            return
+        self.install(*self._scope())
+        self.facts.reason = "compile=on"
+
+    def install(self, modules: list[nn.Module], scope: str) -> list[nn.Module]:
+        compiling.refuse_inside_autocast()
+        way = "static" if self.config.dynamic == "static" else "strict"
+        for module in modules:
+            part = compiling.InPlace(
+                module,
+                **self.arguments(scope),
+                marker=Marker(self.dims, way),
+                takes=self.takes,
+                give_up=self.stay_eager,
+            )
+            part.install()
+            self.parts.append(part)
+        self.facts.decision = scope
+        return modules
+
+    def install_scope(self, scope: str) -> list[nn.Module]:
+        """Compile `whole` or `regional`, whatever the settings say: a plan chose it."""
+        return self.install(compiling.regions(self.model) if scope == "regional" else [self.model], scope)
+
+    def undo(self) -> None:
+        """Back to eager."""
+        for part in self.parts:
+            part.undo()
+        self.parts.clear()
+        self.facts.decision = "eager"
+
+    def stay_eager(self, reason: str) -> None:
+        """An error of the compiler, or the budget: one warning, and the run goes on eagerly."""
+        for part in self.parts:
+            part.undo()
+        self.facts.decision, self.facts.reason = "eager", reason
+        self.warn(f"compile: {reason}; the run goes on eagerly")
+
+    def hold_budget(self, update: int) -> None:
+        """At a window's close: note new graphs, and go back to eager where the budget is passed."""
+        if not self.active:
+            return
+        graphs = self.watch.graphs
+        self.compiled_at.extend([update] * (graphs - len(self.compiled_at)))
+        if graphs > self.config.recompile_budget:
+            self.stay_eager(f"{graphs} graphs were built, over recompile_budget={self.config.recompile_budget}")
+        elif fell := self.watch.fell_to_eager:
+            self.stay_eager(f"torch stopped compiling {fell[0]} at its recompile limit")
+
+    def validation(self, model: nn.Module) -> None:
+        """Compile the model that validation runs, once, where `validate=compiled` asks; it falls back alone."""
+        if self.config.validate_ != "compiled" or self.config.compile != "on":
+            return
+        if any(part.module is model for part in self._validated):
+            return
+        part = compiling.InPlace(
+            model,
+            **self.arguments("whole"),
+            give_up=lambda reason: self.warn(f"compile: validation runs eagerly: {reason}"),
+        )
+        part.install()
+        self._validated.append(part)
+
+    def sum_up(self) -> None:
+        """Write what the watch saw into the report."""
+        facts, watch = self.facts, self.watch
+        facts.graphs, facts.recompiles = watch.graphs, watch.recompiles
+        facts.recompile_reasons, facts.phases = watch.recompile_reasons, watch.phases()
+        breaks = watch.graph_breaks
+        facts.graph_breaks, facts.graph_break_reasons = sum(breaks.values()), list(breaks)
+        facts.seconds = round(watch.seconds, 3)
+        facts.cache = watch.cache() if self.parts else ""
+        facts.marking = self.parts[0].marker.way if self.parts else ""
+
+    def end(self) -> None:
+        for part in (*self.parts, *self._validated):
+            part.undo()
+        self.watch.end()
+
+    def _scope(self) -> tuple[list[nn.Module], str]:
+        scope, exclude = self.config.compile_scope, self.config.compile_exclude
+        if isinstance(scope, list):
+            modules = compiling.matching(self.model, scope, exclude)
+            if not modules:
+                raise compiling.CompileRefused(f"compile_scope={','.join(scope)}: no module has such a name")
+            return modules, "features"
+        if scope == "regional":
+            left_out = {id(m) for m in compiling.matching(self.model, exclude, [])}
+            blocks = [block for block in compiling.regions(self.model) if id(block) not in left_out]
+            if not blocks:
+                raise compiling.CompileRefused("compile_scope=regional: the model has no repeated blocks; use whole")
+            return blocks, "regional"
+        if exclude:
+            raise compiling.CompileRefused(
+                f"compile_exclude={','.join(exclude)}: the whole forward is one graph; "
+                "use compile_scope=regional or name patterns"
+            )
+        return [self.model], "whole"
+
+
+def progress(seconds: float, graphs: int, done: bool) -> None:
+    """The line that a compile shows while it runs: once a second on a terminal, every ten seconds elsewhere."""
+    text = f"accel: compiling, {seconds:.0f} s, {graphs} graphs built"
+    if sys.stderr.isatty():
+        sys.stderr.write(f"\r{text}{chr(10) if done else ''}")
+        sys.stderr.flush()
+    elif done or round(seconds) % 10 == 0:
+        sys.stderr.write(f"{text}\n")
