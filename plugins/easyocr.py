@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from integrations.easyocr import optim, pictures
+from integrations.easyocr import optim
 from integrations.easyocr.batches import WidthBatches
 from integrations.easyocr.board import Board, Pace, Row
 from integrations.easyocr.errors import EasyOCRError
@@ -160,8 +161,12 @@ class _Run:
                 self._validate(board)
             elif self.first:
                 self._save()
+            if self.at.infeasible:
+                self.accel.session.warn(
+                    f"{self.at.infeasible} times a label needed more frames than its crop gives: no gradient from it"
+                )
             if self.first:
-                self._pictures()
+                self.at.draw(self.readings)
         except NonFiniteGradient as error:
             raise AccelError(f"nonfinite=stop: {error}; the last save is untouched") from None
         finally:
@@ -207,10 +212,17 @@ class _Run:
         if not len(batch):
             return self._nothing()
         with accel.forward(batch.images, padding=batch.padding * batch.images.shape[2]) as images:
-            logits = read(self.model, images)
-        loss = ctc_loss(logits, batch.classes.to(accel.device), batch.lengths)
-        self.pace.add(loss.detach(), len(batch))
-        return accel.backward(loss, weight=len(batch))
+            batch.images = images
+        return accel.backward(self._losses(batch), weight=len(batch))
+
+    def _losses(self, batch: MicroBatch) -> Iterator[tuple[Tensor, int]]:
+        """(mean loss, samples) of the micro-batch's parts, each as large as one forward may be."""
+        for part in batch.parts(self.settings.most_px):
+            with self.accel.autocast():
+                logits = read(self.model, part.images)
+            loss = ctc_loss(logits, part.classes.to(self.accel.device), part.lengths)
+            self.pace.add(loss.detach(), len(part))
+            yield loss, len(part)
 
     def _nothing(self) -> Any:
         """A micro-batch whose pictures were all lost: skipped alone; among ranks it counts, with no weight."""
@@ -277,16 +289,6 @@ class _Run:
             self.accel.session.warn(
                 f"{path}: data, batch size, seed, buckets or processes changed since: the order of lines begins anew"
             )
-
-    def _pictures(self) -> None:
-        if self.at.infeasible:
-            self.accel.session.warn(
-                f"{self.at.infeasible} times a label needed more frames than its crop gives: no gradient from it"
-            )
-        if self.at.history:
-            pictures.curves(self.at.history, self.folder / "curves.png", write_atomically)
-        if self.readings is not None:
-            pictures.mistakes(self.readings, self.prepared.valid, self.folder / "mistakes.png", write_atomically)
 
     def _board(self) -> Board:
         self.accel.session.report.versions = versions("easyocr", "torchvision")

@@ -29,6 +29,7 @@ from plugins.config import AccelConfig
 from plugins.core import checkpoint, precision
 from plugins.core.compile import CompileRefused
 from plugins.core.ema import EMA
+from plugins.core.ranks import same_start
 from plugins.core.report import versions
 from plugins.core.session import Session
 from plugins.core.update import Outcome
@@ -82,13 +83,17 @@ class Accelerated:
         self.accumulate = self._micro_batches_an_update(micro_batch)
         self._scale_rate()
         self.scheduler = schedule(optimizer) if schedule is not None else None
-        self.dtype, scaler = self._precision()
-        self.channels_last = self._channels_last()
+        chosen = self._chosen()
+        self.dtype = DTYPES.get(chosen.precision)
+        self.channels_last = chosen.memory_format == "channels_last"
+        if self.channels_last:
+            model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         if self.world > 1:
-            _same_start(model)
+            same_start(model)
         self.average = EMA(model, float(self.config.ema)) if self.config.ema not in ("host", "off") else None
         self._validating = self._entered = False
-        self.session = Session(self.config, host, say)
+        self.session = Session(chosen, host, say)
+        self.session.start_plan(self.device)
         try:
             self.session.model_ready(
                 model,
@@ -97,7 +102,7 @@ class Accelerated:
                 micro_batch=micro_batch or 0,
                 size=self.accumulate,
                 clip_norm=host_clip_norm,
-                scaler=scaler,
+                scaler=torch.amp.GradScaler(self.device.type) if chosen.precision == "fp16" else None,
                 average=self.average,
                 dims=dims,
                 takes=lambda args: not self._validating or self.config.validate_ == "compiled",
@@ -144,11 +149,12 @@ class Accelerated:
         """Autocast in the run's precision; nothing in fp32."""
         return torch.autocast(self.device.type, dtype=self.dtype) if self.dtype is not None else nullcontext()
 
-    def backward(self, loss: Tensor, weight: float | Tensor) -> Outcome | None:
+    def backward(self, loss: Tensor | Iterable[tuple[Tensor, float]], weight: float | Tensor) -> Outcome | None:
         """Backward of one micro-batch; the window's last one is an update, and then says what it came to.
 
         Args:
-            loss: 0-dim mean over `weight` targets (samples, tokens, pixels).
+            loss: 0-dim mean over `weight` targets (samples, tokens, pixels). Or, where a micro-batch is too large for
+                one forward, its parts one after the other: (mean loss, targets), each computed when it is asked for.
             weight: those targets; a window's update is the gradient of the mean over all its targets.
         """
         if torch.is_autocast_enabled(self.device.type):
@@ -159,15 +165,17 @@ class Accelerated:
         factor = self.session.mean(weight)
         if self.world > 1 and self.session.window.weighted:
             factor = factor * self.world  # the core averages gradients over ranks; the big batch's are their sum
-        weighted = loss * factor if isinstance(factor, Tensor) or factor != 1.0 else loss
         scaler = self.session.update.scaler
-        (scaler.scale(weighted) if scaler is not None else weighted).backward()
+        for part, targets in [(loss, weight)] if isinstance(loss, Tensor) else loss:
+            share = factor if targets is weight else factor * (targets / weight)
+            weighted = part * share if isinstance(share, Tensor) or share != 1.0 else part
+            (scaler.scale(weighted) if scaler is not None else weighted).backward()
         outcome = self._closed(self.session.backward_done())
         self.session.idle()
         return outcome
 
     def flush(self) -> Outcome | None:
-        """Closes a window that is not full, weighted by its own targets; None when it is empty."""
+        """Closes a window that is not full; None when it is empty."""
         return self._closed(self.session.close())
 
     def _closed(self, outcome: Outcome | None) -> Outcome | None:
@@ -268,33 +276,24 @@ class Accelerated:
         for group in self.optimizer.param_groups:
             group["lr"] *= factor
 
-    def _precision(self) -> tuple[torch.dtype | None, Any]:
+    def _chosen(self) -> AccelConfig:
+        """The settings with `auto` resolved for this device: the loop is the user's, so nothing can be tried on it."""
+        if isinstance(self.config.plan, Path):
+            raise AccelError(f"plan={self.config.plan}: not in this loop; give precision and memory_format")
         try:
-            self.precision = precision.resolve(self.config.precision, self.device)
+            dtype = precision.resolve(self.config.precision, self.device)
         except precision.Unsupported as error:
             raise AccelError(str(error)) from None
-        scaler = torch.amp.GradScaler(self.device.type) if self.precision == "fp16" else None
-        return DTYPES.get(self.precision), scaler
-
-    def _channels_last(self) -> bool:
         convolutions = any(isinstance(module, nn.Conv2d) for module in self.model.modules())
-        wanted = self.config.memory_format == "channels_last" or self.config.memory_format == "auto"
-        if wanted and convolutions:
-            self.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        return wanted and convolutions
+        wanted = self.config.memory_format != "host" and convolutions
+        layout = "channels_last" if wanted else "host"
+        return self.config.model_copy(update={"plan": "off", "precision": dtype, "memory_format": layout})
 
     def _describe(self) -> None:
         report = self.session.report
         report.versions = versions()
-        report.speed.precision = self.precision
-        report.speed.memory_format = "channels_last" if self.channels_last else "host"
+        report.config = self.config.dump()
         report.ema.decay = self.average.decay if self.average is not None else None
-
-
-def _same_start(model: nn.Module) -> None:
-    """Rank 0's weights and buffers on every rank."""
-    for tensor in [*model.parameters(), *model.buffers()]:
-        dist.broadcast(tensor.detach(), src=0)
 
 
 def _shape(state: dict[str, Any], name: str) -> Any:

@@ -112,6 +112,7 @@ class Settings(BaseModel):
     warmup: int = Field(0, ge=0, description="updates of linear warm-up")
     patience: int = Field(0, ge=0, description="validations without a better model before an early stop; 0: never")
     augment: bool = False
+    forward_px: int = Field(0, ge=0, description="samples x px of width in one forward; 0: batch_size x imgW / 4")
     lang_list: list[str] = ["en"]
     saved_characters: Text = ""
     image_column: str = "image"
@@ -138,6 +139,11 @@ class Settings(BaseModel):
         if self.schedule == "constant" and self.warmup >= self.num_iter:
             raise ValueError(f"warmup={self.warmup}: must be below num_iter={self.num_iter}")
         return self
+
+    @property
+    def most_px(self) -> int:
+        """Samples x px of width that one forward may hold; wider micro-batches go through in parts."""
+        return self.forward_px or self.batch_size * self.imgW // 4
 
 
 # Official values with no future in today's EasyOCR, and why.

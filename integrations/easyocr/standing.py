@@ -9,9 +9,11 @@ from typing import Any
 
 import torch
 
+from integrations.easyocr import pictures
 from integrations.easyocr.board import Row
 from integrations.easyocr.export import Exported, Writer
 from integrations.easyocr.prepare import Prepared
+from integrations.easyocr.reading import Readings
 from integrations.easyocr.scoring import Score
 from integrations.easyocr.weights import PREFIX
 
@@ -86,6 +88,14 @@ class Standing:
         """Under the official names and keys, as the official trainer saves."""
         state = {PREFIX + key: value.cpu().contiguous() for key, value in weights.items()}
         self.writer(self.prepared.folder / name, lambda file: torch.save(state, file))
+
+    def draw(self, last: Readings | None) -> None:
+        """Curves of the whole run, and the mistakes of its last validation."""
+        folder = self.prepared.folder
+        if self.history:
+            pictures.curves(self.history, folder / "curves.png", self.writer)
+        if last is not None:
+            pictures.mistakes(last, self.prepared.valid, folder / "mistakes.png", self.writer)
 
     def result(self, updates: int, stopped: str, report: Path | None) -> Result:
         settings, top = self.prepared.settings, self.top

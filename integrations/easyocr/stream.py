@@ -38,6 +38,20 @@ class MicroBatch:
     def __len__(self) -> int:
         return len(self.labels)
 
+    def parts(self, most_px: int, least: int = 8) -> Iterator[MicroBatch]:
+        """Parts of at most `most_px` samples x px, halved until they fit, but of no fewer than `least` samples.
+
+        Halves keep the number of shapes bounded; the fewest samples keep BatchNorm's statistics usable.
+        """
+        size = len(self)
+        while size * self.images.shape[3] > most_px and -(-size // 2) >= least:
+            size = -(-size // 2)
+        ends = self.lengths.cumsum(0).tolist()
+        for at in range(0, len(self), size):
+            stop = min(at + size, len(self))
+            classes = self.classes[ends[at - 1] if at else 0 : ends[stop - 1]]
+            yield MicroBatch(self.images[at:stop], classes, self.lengths[at:stop], self.labels[at:stop])
+
     def pin_memory(self) -> MicroBatch:
         self.images = self.images.pin_memory()
         return self

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 
 @contextmanager
@@ -41,3 +42,9 @@ def from_first(value: int, device: torch.device) -> int:
     told = torch.tensor(value, device=device)
     dist.broadcast(told, src=0)
     return int(told)
+
+
+def same_start(model: nn.Module) -> None:
+    """Rank 0's weights and buffers on every rank."""
+    for tensor in [*model.parameters(), *model.buffers()]:
+        dist.broadcast(tensor.detach(), src=0)

@@ -76,7 +76,8 @@ def test_a_ragged_run_equals_the_reference(micro_batches):
     assert reference.difference(shadow, {n: average[n] for n in shadow}) < 1e-6
 
 
-def test_the_gradients_of_fit_equal_the_reference(tiny, monkeypatch):
+@pytest.mark.parametrize(("batch", "forward_px"), [(5, 0), (20, 1)], ids=["whole", "in parts"])
+def test_the_gradients_of_fit_equal_the_reference(tiny, monkeypatch, batch, forward_px):
     """Every update of a real run: its gradient against one big batch of the same lines, from the same weights."""
     recorded, runs = [], []
     make, prepare = plug.optim.optimizer, plug.prepare
@@ -99,13 +100,16 @@ def test_the_gradients_of_fit_equal_the_reference(tiny, monkeypatch):
     monkeypatch.setattr(plug, "prepare", spied_prepare)
     monkeypatch.setattr(plug.optim, "optimizer", spied)
     monkeypatch.setattr(plug, "_Run", Kept)
-    plug.fit(tiny, num_iter=6, batch_size=5, accumulate=3, clip_norm="off", batchnorm="freeze", say=lambda line: None)
+    plug.fit(
+        tiny, num_iter=6, batch_size=batch, accumulate=3, clip_norm="off", batchnorm="freeze", forward_px=forward_px,
+        say=lambda line: None,
+    )  # fmt: skip
     run = Kept.last
     order = list(islice(run.batches.from_position(0), 18))
-    assert {len(batch.indices) for batch in order} == {4, 5}  # 24 lines: every epoch has a partial batch
-    assert len({batch.width for batch in order}) > 1
+    assert {len(found.indices) for found in order} == {4, batch}  # 24 lines: every epoch has a partial batch
+    assert forward_px or len({found.width for found in order}) > 1
     for number, (model, gradients) in enumerate(recorded):
-        lines = [run.prepared.lines[batch] for batch in order[3 * number : 3 * number + 3]]
+        lines = [run.prepared.lines[found] for found in order[3 * number : 3 * number + 3]]
         right = reference.gradients(frozen_train(model), [(b.images, b.labels) for b in lines], window_loss)
         assert reference.difference(gradients, right) < 1e-6
     assert len(recorded) == 6

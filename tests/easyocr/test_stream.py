@@ -67,3 +67,17 @@ def test_augmentation_changes_pictures_and_keeps_their_form():
     assert sum(not np.array_equal(c, crop) for c in changed) >= 6
     assert np.array_equal(augment(crop, 0, 3), changed[3])
     assert any(not np.array_equal(augment(crop, 1, line), changed[line]) for line in range(12))
+
+
+def test_a_wide_batch_goes_through_in_parts(lines):
+    batch = lines[Batch(tuple(range(12)), 240, 0)]
+    (whole,) = batch.parts(12 * 240)
+    assert whole.labels == batch.labels
+    halves = list(batch.parts(6 * 240, least=2))
+    assert [len(part) for part in halves] == [6, 6]
+    assert [len(part) for part in batch.parts(1, least=3)] == [3, 3, 3, 3]
+    assert [len(part) for part in batch.parts(1, least=8)] == [12]
+    assert torch.equal(torch.cat([part.images for part in halves]), batch.images)
+    assert torch.equal(torch.cat([part.classes for part in halves]), batch.classes)
+    for part in halves:
+        assert int(part.lengths.sum()) == len(part.classes)
