@@ -42,7 +42,8 @@ from plugins.errors import AccelError
 from plugins.loop import Accelerated
 
 WIDTH_STEP = 16  # px; bucket edges are its multiples
-MOST_BUCKETS = 6  # leaves room in the compile budget for the partial batch of an epoch
+MOST_BUCKETS = 12  # shapes of an eager run
+ROOM = 2  # graphs of the compile budget that are left for partial batches
 SHOW_EVERY = 10  # updates
 
 
@@ -124,7 +125,8 @@ class _Run:
         widths = self.prepared.lines.widths()
         widest = max(widths)
         if config.buckets == "auto":
-            edges = choose_edges(widths, min(MOST_BUCKETS, config.recompile_budget), WIDTH_STEP)
+            most = max(1, config.recompile_budget - ROOM) if config.compile == "on" else MOST_BUCKETS
+            edges = choose_edges(widths, most, WIDTH_STEP)
         elif config.buckets == "off":
             edges = [max(widest, self.settings.imgW)]
         else:
