@@ -30,7 +30,7 @@ def start(trainer: Any, options: Mapping[str, Any] | None = None) -> None:
     from integrations.ultralytics.saving import find_state
     from plugins.core import precision
     from plugins.core.compile import CompileRefused
-    from plugins.core.planner import PlanError
+    from plugins.core.planfile import PlanError
     from plugins.core.report import versions
     from plugins.core.session import Session
 
@@ -123,6 +123,10 @@ def check(config: AccelConfig, host_args: Mapping[str, Any]) -> None:
             f"compile={host_args['compile']}: the host's own compile and the plug exclude each other; "
             "leave compile out and set accel.compile=on"
         )
+    if isinstance(config.plan, Path):
+        _check_plan(config.plan)
+    if config.precision == "fp16" and str(host_args.get("device", "")) in ("", "cpu"):
+        _check_fp16(str(host_args.get("device", "")))
     batch = host_args.get("batch")
     if (
         config.effective_batch != "host"
@@ -134,6 +138,22 @@ def check(config: AccelConfig, host_args: Mapping[str, Any]) -> None:
             f"effective_batch={config.effective_batch}: not a multiple of batch={batch}; "
             f"allowed are {batch}, {2 * batch}, ..."
         )
+
+
+def _check_plan(path: Path) -> None:
+    from plugins.core.planfile import PlanError, read_switches
+
+    try:
+        read_switches(path)
+    except PlanError as error:
+        raise AccelError(str(error)) from None
+
+
+def _check_fp16(device: str) -> None:
+    import torch
+
+    if device == "cpu" or not (torch.cuda.is_available() or torch.backends.mps.is_available()):
+        raise AccelError("precision=fp16: not on a CPU; allowed here are host, auto, fp32, bf16")
 
 
 def attach(model: Any, **options: Any) -> Any:

@@ -74,6 +74,8 @@ class Losses:
             self.seam.approximate(f"{type(leaf).__name__}: {', '.join(own) or 'its own terms'}")
         captured: list[Tensor] = []
         assigner = leaf.assigner
+        exact = torch.tensor([name in DETECTION_TERMS for name in leaf.loss_names], device=leaf.device)
+        wholly = all(name in DETECTION_TERMS for name in leaf.loss_names)
 
         def assign(*args: Any, **kwargs: Any) -> Any:
             found = assigner(*args, **kwargs)
@@ -87,9 +89,8 @@ class Losses:
             weight = self.seam.batch_mean(preds["boxes"].shape[0], captured.pop(), group)
             if isinstance(weight, float) and weight == 1.0:
                 return value, items
-            rest = self.seam.share(group)
-            of_term = [weight if name in DETECTION_TERMS else rest for name in leaf.loss_names]
-            return value * torch.stack([torch.as_tensor(w).to(value) for w in of_term]), items
+            factors = weight if wholly else torch.where(exact, weight, self.seam.share(group))
+            return value * factors, items
 
         original = self.patches.put(leaf, "loss", loss)
         self.patches.put(leaf, "assigner", assign)

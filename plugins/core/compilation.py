@@ -120,7 +120,10 @@ class Compilation:
         if graphs > self.config.recompile_budget:
             self.stay_eager(f"{graphs} graphs were built, over recompile_budget={self.config.recompile_budget}")
         elif fell := self.watch.fell_to_eager:
-            self.stay_eager(f"torch stopped compiling {fell[0]} at its recompile limit")
+            self.stay_eager(
+                f"torch stopped compiling {fell[0]} at its recompile limit, "
+                f"recompile_budget={self.config.recompile_budget}"
+            )
 
     def validation(self, model: nn.Module) -> None:
         """Compile the model that validation runs, once, where `validate=compiled` asks; it falls back alone."""

@@ -8,39 +8,25 @@ happens in a worker beside the run, which changes over when the code is ready, i
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
-from plugins.config import AccelConfig
 from plugins.core import plan as planning
-from plugins.core.checkpoint import random_state, set_random_state, write_atomically
 from plugins.core.plan import Plan, Timing
-from plugins.core.precision import resolve
+from plugins.core.planfile import Start, Switch, write_switches
 from plugins.core.precompile import Captured, Worker
 from plugins.core.remember import Memory, fingerprint
 from plugins.core.report import CompileFacts, SpeedFacts
+from plugins.core.trial import Trial, fusable_share, time_steps
 
-PLAN_NAME = "accel_plan.json"
 PLAIN_STEPS = 3  # of the run's own, after the first, before anything is tried
-MATRIX = ("mm", "conv", "attention", "linear", "matmul", "einsum")
-
-
-class Trial(Protocol):
-    """What a host offers at a window's start. `loss` runs forward and loss on the batch at hand, in its autocast."""
-
-    def loss(self) -> Tensor: ...
-
-    def apply(self, precision: str, memory_format: str) -> None: ...
 
 
 class Owner(Protocol):
@@ -55,39 +41,6 @@ class Owner(Protocol):
     def warn(self, text: str) -> None: ...
 
     def progress(self, text: str) -> None: ...
-
-
-@dataclass
-class Switch:
-    """From this update on, this plan."""
-
-    update: int
-    plan: Plan
-
-
-@dataclass(frozen=True)
-class Start:
-    """What a run begins with: the plan, what is left open to measure, and the switches of a plan file."""
-
-    plan: Plan = field(default_factory=Plan)
-    open_fields: frozenset[str] = frozenset()
-    switches: tuple[Switch, ...] = ()
-
-    @classmethod
-    def of(cls, config: AccelConfig, device: torch.device) -> Start:
-        """Raises precision.Unsupported on a precision that the device cannot train in, PlanError on a bad plan file.
-
-        Several ranks measure nothing: they would have to agree on it.
-        """
-        measures = config.plan == "auto" and not (dist.is_initialized() and dist.get_world_size() > 1)
-        switches = read_switches(config.plan) if isinstance(config.plan, Path) else []
-        precision: str = config.precision
-        if precision == "auto" and (measures or switches):
-            precision = "host"
-        layout = "host" if config.memory_format == "auto" else config.memory_format
-        settings = {"precision": config.precision, "memory_format": config.memory_format, "compile": config.compile}
-        still_open = frozenset(name for name, value in settings.items() if value == "auto") if measures else frozenset()
-        return cls(Plan(resolve(precision, device), layout), still_open, tuple(switches))
 
 
 class Planner:
@@ -219,33 +172,9 @@ class Planner:
         self._switch(trial, update, best.plan)
 
     def _time(self, trial: Trial, plan: Plan, warm: bool = True, hopeless: float = math.inf) -> Timing | None:
-        """Seconds of forward and backward on the batch at hand.
-
-        None where memory does not suffice, or the first step took longer than `hopeless` seconds.
-        """
-        timing, state = Timing(plan), random_state()
-        try:
-            for index in range(planning.REPEATS + warm):
-                set_random_state(state)
-                began = time.perf_counter()
-                loss = trial.loss()
-                loss.sum().backward()
-                if self.device.type == "cuda":
-                    torch.cuda.synchronize(self.device)
-                taken = time.perf_counter() - began
-                self.model.zero_grad(set_to_none=True)
-                if index >= warm:
-                    timing.seconds.append(taken)
-                elif taken > hopeless:
-                    return None
-        except torch.OutOfMemoryError:
-            self.owner.warn(f"plan {plan.name}: dropped, out of memory in its trial")
-            self.model.zero_grad(set_to_none=True)
-            if self.device.type == "cuda":
-                torch.cuda.empty_cache()
-            return None
-        timing.loss = float(loss.detach().float().sum())
-        self.timings.append(timing)
+        timing = time_steps(self.model, self.device, trial, plan, self.owner.warn, warm, hopeless)
+        if timing is not None:
+            self.timings.append(timing)
         return timing
 
     # -- compile ------------------------------------------------------------------------------------------------
@@ -262,7 +191,7 @@ class Planner:
             scope = planning.scope(self.model)
             modules = planning.regions(self.model) if scope == "regional" else [self.model]
             with self.owner.untouched(), Captured(modules) as captured:
-                fusable = self._fusable(trial)
+                fusable = fusable_share(self.model, self.device, trial)
             likely, why = planning.worth_compiling(self.model, self.device, fusable, seconds)
             if likely:
                 share = planning.COMPILE_SHARE if fusable >= planning.LIKELY_SHARE else planning.TRIAL_SHARE
@@ -324,24 +253,6 @@ class Planner:
             )
         self._remember(saved_seconds=max(saved, 0.0), warm_seconds=warm, cold_seconds=worker.seconds)
 
-    def _fusable(self, trial: Trial) -> float:
-        """The share of a step spent outside matrix products and convolutions, from one profiled step."""
-        from torch.profiler import ProfilerActivity, profile
-
-        activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if self.device.type == "cuda" else [])
-        state = random_state()
-        with profile(activities=activities) as profiled:
-            trial.loss().sum().backward()
-        set_random_state(state)
-        self.model.zero_grad(set_to_none=True)
-        matrix = total = 0.0
-        for event in profiled.key_averages():
-            spent = event.self_device_time_total if self.device.type == "cuda" else event.self_cpu_time_total
-            total += spent
-            if any(part in event.key for part in MATRIX):
-                matrix += spent
-        return 1.0 - matrix / total if total else 0.0
-
     def _now(self) -> float:
         """Seconds a micro-batch under the plan in force."""
         own = [t.middle for t in self.timings if t.plan == self.plan]
@@ -392,33 +303,4 @@ class Planner:
 
     def write(self, folder: Path) -> Path:
         """The plan with its switches, which `plan=FILE` runs without a trial."""
-        data = {
-            "schema": 1,
-            "start": self.start.as_dict(),
-            "switches": [{"update": s.update, "plan": s.plan.as_dict()} for s in self.switches],
-        }
-        text = json.dumps(data, indent=2)
-        write_atomically(folder / PLAN_NAME, lambda file: file.write(text.encode()))
-        return folder / PLAN_NAME
-
-
-class PlanError(ValueError):
-    """A plan file that is none; the message is one line that names it."""
-
-
-def read_switches(path: Path) -> list[Switch]:
-    """The switches of a plan file.
-
-    Raises:
-        PlanError
-    """
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-        switches = [Switch(int(s["update"]), Plan.from_dict(s["plan"])) for s in data["switches"]]
-        start = Plan.from_dict(data["start"])
-    except OSError as error:
-        raise PlanError(f"plan={path}: {error.strerror or error}; expected a plan file that a run wrote") from None
-    except (ValueError, KeyError, TypeError) as error:
-        raise PlanError(f"plan={path}: not a plan file: {error}") from None
-    first = [Switch(0, start)] if start != Plan() and not any(s.update == 0 for s in switches) else []
-    return sorted([*first, *switches], key=lambda s: s.update)
+        return write_switches(folder, self.start, self.switches)

@@ -24,11 +24,13 @@ from plugins.core.compilation import Compilation
 from plugins.core.compile import CUDA_GRAPH_MODES, InPlace, preallocate_gradients
 from plugins.core.memory import Peaks
 from plugins.core.meter import Meter
-from plugins.core.plan import Plan
-from plugins.core.planner import Planner, Start, Trial
+from plugins.core.planfile import Start
+from plugins.core.planner import Planner
 from plugins.core.remember import Memory, default_folder
 from plugins.core.report import Report, Series
-from plugins.core.update import NonFiniteGradient, Outcome, Resumable, Update
+from plugins.core.state import put_back, state_of
+from plugins.core.trial import Trial
+from plugins.core.update import NonFiniteGradient, Outcome, Update
 from plugins.core.watch import Watch
 from plugins.core.window import ALL, Term, Window
 
@@ -122,6 +124,7 @@ class Session:
         self.compilation = Compilation(
             self.config, model, device, self.report.compile, self.warn, dims, takes, uncompilable
         )
+        self.meter.series.compiled_at = self.compilation.compiled_at
         try:
             if self.update.keep_gradients:
                 preallocate_gradients(model)
@@ -315,35 +318,10 @@ class Session:
             self.meter.not_waiting()
 
     def state_dict(self) -> dict[str, Any]:
-        average = self.update.average
-        return {
-            "config": self.config.given(),
-            "model": {name: t.detach() for name, t in self.model.state_dict().items()},
-            "optimizer": self.update.optimizer.state_dict(),
-            "scaler": self.update.scaler.state_dict() if self.update.scaler is not None else {},
-            "average": average.state_dict() if isinstance(average, Resumable) else {},
-            "window": self.window.state_dict(),
-            "gradients": {} if self.window.empty else _gradients(self.model),
-            "kept_statistics": list(self.statistics._kept) if not self.window.empty else [],
-            "counts": self.counts(),
-            "plan": self.planner.plan.as_dict(),
-            "random": checkpoint.random_state(),
-        }
+        return state_of(self)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.model.load_state_dict(state["model"])
-        self.update.optimizer.load_state_dict(state["optimizer"])
-        if self.update.scaler is not None and state["scaler"]:
-            self.update.scaler.load_state_dict(state["scaler"])
-        if state["average"] and isinstance(self.update.average, Resumable):
-            self.update.average.load_state_dict(state["average"])
-        self.window.load_state_dict(state["window"])
-        parameters = dict(self.model.named_parameters())
-        for name, gradient in state["gradients"].items():
-            parameters[name].grad = gradient.to(parameters[name].device)
-        self.statistics._kept = [t.to(self.device) for t in state["kept_statistics"]]
-        self.set_counts(state["counts"])
-        self.planner.resume(Plan.from_dict(state.get("plan", {})), self.updates)
+        put_back(self, state)
 
     def counts(self) -> dict[str, int]:
         """What the report counted so far, for a checkpoint; a resumed run goes on from it."""
@@ -399,7 +377,6 @@ class Session:
         self.meter.sum_up(report.speed, report.shapes, report.gradients)
         if hasattr(self, "planner"):
             self.compilation.sum_up()
-            self.meter.series.compiled_at = self.compilation.compiled_at
             self.planner.sum_up(report.speed, report.compile)
         if hasattr(self, "peaks"):
             self.peaks.end()
@@ -409,7 +386,3 @@ class Session:
             report.ema.updates = int(getattr(self.update.average, "updates", 0))
         if advice := self.meter.advice():
             self.warn(advice)
-
-
-def _gradients(model: nn.Module) -> dict[str, Tensor]:
-    return {name: p.grad.detach() for name, p in model.named_parameters() if p.grad is not None}

@@ -119,7 +119,10 @@ class Run:
 def train(
     tmp_path: Path, data: Callable[..., Path], models: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., Run]:
-    """`train(head, accel={...} or None for the host alone, callbacks={event: function}, **host arguments)`."""
+    """`train(head, accel={...} or None for the host alone, callbacks={event: function}, **host arguments)`.
+
+    The speed plan measures, and what it measures on a busy machine may differ from run to run: it is off by default.
+    """
     monkeypatch.chdir(tmp_path)
 
     def run(
@@ -130,17 +133,18 @@ def train(
         empty: tuple[int, ...] = (),
         name: str = "run",
         resume: Path | None = None,
+        model: Path | None = None,
         trainer: Any = None,
         spy: Spy | None = None,
         **host: Any,
     ) -> Run:
-        model = (RTDETR if head == "rtdetr" else YOLO)(str(resume or models(head)))
+        found = (RTDETR if head == "rtdetr" else YOLO)(str(resume or model or models(head)))
         if accel is not None:
-            attach(model, **accel)
+            attach(found, **{"plan": "off", **accel})
         spy = spy or Spy()
-        model.add_callback("on_train_start", spy.hold)
+        found.add_callback("on_train_start", spy.hold)
         for event, function in (callbacks or {}).items():
-            model.add_callback(event, function)
+            found.add_callback(event, function)
         if resume is not None:
             arguments: dict[str, Any] = {"resume": True, **host}
         else:
@@ -159,8 +163,8 @@ def train(
                 **PLAIN,
                 **host,
             }
-        model.train(trainer=trainer, **arguments)
-        return Run(model.trainer, spy, Path(model.trainer.save_dir))
+        found.train(trainer=trainer, **arguments)
+        return Run(found.trainer, spy, Path(found.trainer.save_dir))
 
     return run
 
@@ -186,15 +190,19 @@ class Spy:
         self.heavy = heavy
         self.updates: list[Seen] = []
         self.sizes: list[int] = []
+        self.model: Any = None
+        self._weights: tuple[float, ...] = ()
         self._batches: list[dict[str, Any]] = []
 
     def hold(self, trainer: Any) -> None:
+        self.model = trainer.model
         if self.heavy:
             settle(trainer.model)
         through = trainer.model.loss
 
         def spied_loss(batch: dict[str, Any], preds: Any = None) -> Any:
             self.sizes.append(len(batch["img"]))
+            self._weights = head_weights(self.model)
             self._batches.append({k: v.clone() if isinstance(v, Tensor) else v for k, v in batch.items()})
             return through(batch, preds)
 
@@ -211,7 +219,7 @@ class Spy:
                 Seen(
                     gradients,
                     self._batches if self.heavy else [],
-                    bare(trainer.model) if self.heavy else nn.Identity(),
+                    self._bare() if self.heavy else nn.Identity(),
                     [g["lr"] for g in groups],
                     [g["weight_decay"] for g in groups],
                 )
@@ -220,6 +228,14 @@ class Spy:
             return step(*args, **kwargs)
 
         trainer.optimizer.step = spied_step
+
+    def _bare(self) -> nn.Module:
+        """As it was in the window: a window that ends with its epoch closes after the criterion has moved on."""
+        model: Any = bare(self.model)
+        if self._weights:
+            model.criterion = model.init_criterion()
+            model.criterion.o2m, model.criterion.o2o = self._weights
+        return model  # type: ignore[no-any-return]
 
     @property
     def norms(self) -> list[float]:
@@ -232,6 +248,12 @@ def bare(model: nn.Module) -> nn.Module:
     model.__dict__.pop("loss", None)
     model.criterion = None  # type: ignore[assignment]
     return model
+
+
+def head_weights(model: Any) -> tuple[float, ...]:
+    """The weights of the two losses of an end-to-end criterion, which change every epoch."""
+    criterion = getattr(model, "criterion", None)
+    return (criterion.o2m, criterion.o2o) if hasattr(criterion, "o2m") else ()
 
 
 def loss(model: nn.Module, batch: dict[str, Any]) -> Tensor:
@@ -301,23 +323,27 @@ def off_the_big_batch(
     One big batch in fp32 may itself be more than `limit` away from fp64. Where ours is nearer to fp64 than it, the
     distance from fp64 counts.
     """
-    model = bare(model)
+    weights = head_weights(model)
     right = reference.gradients(model, joined(batches), loss)
     off = reference.difference(ours, right)
     if off > limit:
-        exact = in_double(model, batches)
+        exact = in_double(model, batches, weights)
         ours_off, right_off = (reference.difference(g, exact) for g in (ours, right))
         off = min(off, ours_off) if ours_off <= right_off else off
     return off
 
 
-def in_double(model: nn.Module, batches: list[dict[str, Any]]) -> dict[str, Tensor]:
+def in_double(model: nn.Module, batches: list[dict[str, Any]], weights: tuple[float, ...]) -> dict[str, Tensor]:
     """The big batch's gradients in fp64. (The host's criteria build their tensors in the default dtype.)"""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
         big = {k: v.double() if v.is_floating_point() else v for k, v in joined(batches).items()}
-        return reference.gradients(bare(model).double(), big, loss)
+        double: Any = bare(model).double()
+        if weights:
+            double.criterion = double.init_criterion()
+            double.criterion.o2m, double.criterion.o2o = weights
+        return reference.gradients(double, big, loss)
     finally:
         torch.set_default_dtype(before)
 

@@ -1,0 +1,85 @@
+"""What a run begins with, and the file that says what it ran: `plan=FILE` runs that again, without a trial."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from plugins.config import AccelConfig
+from plugins.core.checkpoint import write_atomically
+from plugins.core.plan import Plan
+from plugins.core.precision import resolve
+
+PLAN_NAME = "accel_plan.json"
+
+
+class PlanError(ValueError):
+    """A plan file that is none; the message is one line that names it."""
+
+
+@dataclass
+class Switch:
+    """From this update on, this plan."""
+
+    update: int
+    plan: Plan
+
+
+@dataclass(frozen=True)
+class Start:
+    """What a run begins with: the plan, what is left open to measure, and the switches of a plan file."""
+
+    plan: Plan = field(default_factory=Plan)
+    open_fields: frozenset[str] = frozenset()
+    switches: tuple[Switch, ...] = ()
+
+    @classmethod
+    def of(cls, config: AccelConfig, device: torch.device) -> Start:
+        """Raises precision.Unsupported on a precision that the device cannot train in, PlanError on a bad plan file.
+
+        Several ranks measure nothing: they would have to agree on it.
+        """
+        measures = config.plan == "auto" and not (dist.is_initialized() and dist.get_world_size() > 1)
+        switches = read_switches(config.plan) if isinstance(config.plan, Path) else []
+        precision: str = config.precision
+        if precision == "auto" and (measures or switches):
+            precision = "host"
+        layout = "host" if config.memory_format == "auto" else config.memory_format
+        settings = {"precision": config.precision, "memory_format": config.memory_format, "compile": config.compile}
+        still_open = frozenset(name for name, value in settings.items() if value == "auto") if measures else frozenset()
+        return cls(Plan(resolve(precision, device), layout), still_open, tuple(switches))
+
+
+def read_switches(path: Path) -> list[Switch]:
+    """The switches of a plan file.
+
+    Raises:
+        PlanError
+    """
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        switches = [Switch(int(s["update"]), Plan.from_dict(s["plan"])) for s in data["switches"]]
+        start = Plan.from_dict(data["start"])
+    except OSError as error:
+        raise PlanError(f"plan={path}: {error.strerror or error}; expected a plan file that a run wrote") from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise PlanError(f"plan={path}: not a plan file: {error}") from None
+    first = [Switch(0, start)] if start != Plan() and not any(s.update == 0 for s in switches) else []
+    return sorted([*first, *switches], key=lambda s: s.update)
+
+
+def write_switches(folder: Path, start: Plan, switches: Sequence[Switch]) -> Path:
+    """Write `accel_plan.json`: the plan at the start, and from which update on another one held."""
+    data = {
+        "schema": 1,
+        "start": start.as_dict(),
+        "switches": [{"update": s.update, "plan": s.plan.as_dict()} for s in switches],
+    }
+    text = json.dumps(data, indent=2)
+    write_atomically(folder / PLAN_NAME, lambda file: file.write(text.encode()))
+    return folder / PLAN_NAME

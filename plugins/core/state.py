@@ -1,0 +1,50 @@
+"""A session's state: everything that a bit-for-bit resume needs, as values that `weights_only` loading allows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from plugins.core.checkpoint import random_state
+from plugins.core.plan import Plan
+from plugins.core.update import Resumable
+
+if TYPE_CHECKING:
+    from plugins.core.session import Session
+
+
+def state_of(session: Session) -> dict[str, Any]:
+    """Live weights, optimizer, scaler, average, the window with its gradients, counts, plan, random state."""
+    update, window = session.update, session.window
+    gradients = {n: p.grad.detach() for n, p in session.model.named_parameters() if p.grad is not None}
+    return {
+        "config": session.config.given(),
+        "model": {name: t.detach() for name, t in session.model.state_dict().items()},
+        "optimizer": update.optimizer.state_dict(),
+        "scaler": update.scaler.state_dict() if update.scaler is not None else {},
+        "average": update.average.state_dict() if isinstance(update.average, Resumable) else {},
+        "window": window.state_dict(),
+        "gradients": {} if window.empty else gradients,
+        "kept_statistics": [] if window.empty else list(session.statistics._kept),
+        "counts": session.counts(),
+        "plan": session.planner.plan.as_dict(),
+        "random": random_state(),
+    }
+
+
+def put_back(session: Session, state: Mapping[str, Any]) -> None:
+    """The opposite of `state_of`, the random state excepted: that is for the last moment before the first batch."""
+    update = session.update
+    session.model.load_state_dict(state["model"])
+    update.optimizer.load_state_dict(state["optimizer"])
+    if update.scaler is not None and state["scaler"]:
+        update.scaler.load_state_dict(state["scaler"])
+    if state["average"] and isinstance(update.average, Resumable):
+        update.average.load_state_dict(state["average"])
+    session.window.load_state_dict(state["window"])
+    parameters = dict(session.model.named_parameters())
+    for name, gradient in state["gradients"].items():
+        parameters[name].grad = gradient.to(parameters[name].device)
+    session.statistics._kept = [t.to(session.device) for t in state["kept_statistics"]]
+    session.set_counts(state["counts"])
+    session.planner.resume(Plan.from_dict(state.get("plan", {})), session.updates)
