@@ -66,13 +66,14 @@ def page(seed: int, lines: int = 5) -> tuple[np.ndarray, list[str]]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", default="examples/easyocr_en.yaml")
-    parser.add_argument("--lines", type=int, default=1600, help="training lines")
+    parser.add_argument("--lines", type=int, default=1000, help="training lines")
+    parser.add_argument("--held_out", type=int, default=200, help="held-out lines")
     parser.add_argument("--num_iter", type=int, help="updates, instead of the configuration's")
     arguments = parser.parse_args()
     settings = yaml.safe_load(Path(arguments.config).read_text(encoding="utf-8"))
     train, valid = Path(settings["train_data"]), Path(settings["valid_data"])
     render(train, [HARD, HARD, *OTHERS], arguments.lines, seed=1)
-    render(valid, [HARD], 200, seed=2)
+    render(valid, [HARD], arguments.held_out, seed=2)
     shutil.rmtree(Path(settings["output"]) / settings["experiment_name"], ignore_errors=True)
 
     stock = Reader(

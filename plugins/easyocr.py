@@ -41,8 +41,8 @@ from plugins.core.update import NonFiniteGradient
 from plugins.errors import AccelError
 from plugins.loop import Accelerated
 
-WIDTH_STEP = 16  # px; bucket edges are its multiples
-MOST_BUCKETS = 12  # shapes of an eager run
+WIDTH_STEP = 8  # px; bucket edges are its multiples
+MOST_BUCKETS = 16  # shapes of an eager run
 ROOM = 2  # graphs of the compile budget that are left for partial batches
 SHOW_EVERY = 10  # updates
 
@@ -219,7 +219,8 @@ class _Run:
 
     def _losses(self, batch: MicroBatch) -> Iterator[tuple[Tensor, int]]:
         """(mean loss, samples) of the micro-batch's parts, each as large as one forward may be."""
-        for part in batch.parts(self.settings.most_px):
+        most_px = self.settings.most_px(half=self.accel.dtype is not None)
+        for part in batch.parts(most_px):
             with self.accel.autocast():
                 logits = read(self.model, part.images)
             loss = ctc_loss(logits, part.classes.to(self.accel.device), part.lengths)

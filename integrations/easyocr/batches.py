@@ -74,10 +74,9 @@ class WidthBatches:
                 batches.append(Batch(tuple(map(int, lines[at : at + self.batch_size])), int(edge), number))
             carried = lines[full:]
         if len(carried):
-            # Padded to the smallest edge that holds them all: nothing says that they fill the last bucket.
+            # Lines of the last bucket, as a rule; where an epoch drew none of those, the edge that holds them.
             widest = int(self.widths[carried].max())
-            place = min(int(np.searchsorted(self.edges, widest)), len(self.edges) - 1)
-            edge = int(self.edges[place])
+            edge = int(self.edges[min(int(np.searchsorted(self.edges, widest)), len(self.edges) - 1)])
             batches.append(Batch(tuple(map(int, carried)), edge, number))
         order = rng.permutation(len(batches))
         return [batches[i] for i in order]

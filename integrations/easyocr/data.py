@@ -170,7 +170,7 @@ def read_any(source: Any, name: str, settings: Settings, skipped: Skipped) -> Li
     """A folder of leaves, a plain folder, a data set saved with `save_to_disk`, or a data set object."""
     if not isinstance(source, (str, Path)):
         return read_dataset(source, name, settings.image_column, settings.text_column, skipped)
-    root = Path(source)
+    root = Path(source).expanduser()
     if (root / "dataset_info.json").is_file():
         from datasets import load_from_disk
 

@@ -112,7 +112,7 @@ class Settings(BaseModel):
     warmup: int = Field(0, ge=0, description="updates of linear warm-up")
     patience: int = Field(0, ge=0, description="validations without a better model before an early stop; 0: never")
     augment: bool = False
-    forward_px: int = Field(0, ge=0, description="samples x px of width in one forward; 0: batch_size x imgW / 4")
+    forward_px: int = Field(0, ge=0, description="samples x px of width in one forward; 0: chosen")
     lang_list: list[str] = ["en"]
     saved_characters: Text = ""
     image_column: str = "image"
@@ -140,10 +140,13 @@ class Settings(BaseModel):
             raise ValueError(f"warmup={self.warmup}: must be below num_iter={self.num_iter}")
         return self
 
-    @property
-    def most_px(self) -> int:
-        """Samples x px of width that one forward may hold; wider micro-batches go through in parts."""
-        return self.forward_px or self.batch_size * self.imgW // 4
+    def most_px(self, half: bool) -> int:
+        """Samples x px of width that one forward may hold; wider micro-batches go through in parts.
+
+        A sixth of the official padding's, a quarter where activations take half the bytes: either holds the peak of
+        a run's memory under a third of the official one, what weights and scratch space take included.
+        """
+        return self.forward_px or self.batch_size * self.imgW // (4 if half else 6)
 
 
 # Official values with no future in today's EasyOCR, and why.

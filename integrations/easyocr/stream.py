@@ -38,7 +38,7 @@ class MicroBatch:
     def __len__(self) -> int:
         return len(self.labels)
 
-    def parts(self, most_px: int, least: int = 8) -> Iterator[MicroBatch]:
+    def parts(self, most_px: int, least: int = 4) -> Iterator[MicroBatch]:
         """Parts of at most `most_px` samples x px, halved until they fit, but of no fewer than `least` samples.
 
         Halves keep the number of shapes bounded; the fewest samples keep BatchNorm's statistics usable.

@@ -76,7 +76,7 @@ def test_a_wide_batch_goes_through_in_parts(lines):
     halves = list(batch.parts(6 * 240, least=2))
     assert [len(part) for part in halves] == [6, 6]
     assert [len(part) for part in batch.parts(1, least=3)] == [3, 3, 3, 3]
-    assert [len(part) for part in batch.parts(1, least=8)] == [12]
+    assert [len(part) for part in batch.parts(1, least=7)] == [12]
     assert torch.equal(torch.cat([part.images for part in halves]), batch.images)
     assert torch.equal(torch.cat([part.classes for part in halves]), batch.classes)
     for part in halves:
