@@ -156,7 +156,6 @@ class _Run:
         except BaseException:
             self.accel.end()
             raise
-        report = None
         try:
             stopped = self._loop(board)
             if stopped != "interrupted" and self.validated != self.accel.updates:
@@ -207,10 +206,8 @@ class _Run:
         accel, at = self.accel, self.at
         at.position += 1
         at.infeasible += batch.infeasible
-        for name in batch.unreadable:
-            if name not in at.unreadable:
-                at.unreadable.append(name)
-                accel.session.warn(f"left out, the picture cannot be decoded: {name}")
+        for line in at.lost(batch.unreadable):
+            accel.session.warn(line)
         if not len(batch):
             return self._nothing()
         with accel.forward(batch.images, padding=batch.padding * batch.images.shape[2]) as images:
@@ -229,6 +226,8 @@ class _Run:
 
     def _nothing(self) -> Any:
         """A micro-batch whose pictures were all lost: skipped alone; among ranks it counts, with no weight."""
+        if len(self.at.unreadable) >= self.batches.lines_per_epoch:
+            raise AccelError(f"train_data: none of its pictures can be decoded, such as {self.at.unreadable[0]}")
         if self.accel.world == 1:
             return None
         touched = torch.stack([p.sum() for p in self.model.parameters() if p.requires_grad])

@@ -71,9 +71,7 @@ class Accelerated:
         **options: Any,
     ) -> None:
         if isinstance(model, nn.parallel.DistributedDataParallel):
-            raise AccelError(
-                "model=DistributedDataParallel: give the bare module; gradients are reduced once an update"
-            )
+            raise AccelError("model=DistributedDataParallel: give the bare module; gradients are reduced here")
         self.config = config if isinstance(config, AccelConfig) else AccelConfig(config, **options)
         self.model, self.optimizer = model, optimizer
         self.device = next(model.parameters()).device

@@ -17,6 +17,8 @@ from integrations.easyocr.reading import Readings
 from integrations.easyocr.scoring import Score
 from integrations.easyocr.weights import PREFIX
 
+LOST_SHOWN = 20
+
 
 @dataclass
 class Result:
@@ -67,6 +69,16 @@ class Standing:
     def top(self) -> Score:
         """The score of the weights that the Reader's files hold; zero before the first validation."""
         return self.best.get("accuracy", Score(0.0, 0.0, 0))
+
+    def lost(self, names: list[str]) -> list[str]:
+        """Remembers pictures that cannot be decoded; returns a sentence for each new one, the first twenty apart."""
+        new = [name for name in dict.fromkeys(names) if name not in self.unreadable]
+        before = len(self.unreadable)
+        self.unreadable += new
+        told = [f"left out, the picture cannot be decoded: {name}" for name in new[: max(0, LOST_SHOWN - before)]]
+        if before <= LOST_SHOWN < len(self.unreadable):
+            told.append("more pictures cannot be decoded; the result's `unreadable` lists them all")
+        return told
 
     def keep(self, found: Score, weights: Callable[[], dict[str, Any]]) -> None:
         """Writes the weights that are best by accuracy, and by edit distance; the Reader gets the former."""

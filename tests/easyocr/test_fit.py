@@ -146,6 +146,16 @@ def test_infeasible_labels_and_lost_pictures_are_counted_and_training_goes_on(ti
     assert any("needed more frames" in line for line in lines)
 
 
+def test_a_set_without_one_good_picture_is_an_error_and_not_an_endless_loop(tiny, tmp_path):
+    for path in (tmp_path / "train").glob("*.png"):
+        path.write_bytes(path.read_bytes()[:60])
+    lines = []
+    with pytest.raises(AccelError, match="none of its pictures can be decoded"):
+        fit(tiny, say=lines.append)
+    assert sum("the picture cannot be decoded" in line for line in lines) == 20
+    assert "more pictures cannot be decoded" in lines[-1]
+
+
 def test_frozen_parts_do_not_move_and_continuing_keeps_weights(tiny, tmp_path):
     first = fit(tiny, **SILENT)
     weights = str(first.exported.files[0])
