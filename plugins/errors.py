@@ -2,7 +2,10 @@
 
 
 class AccelError(ValueError):
-    """A mistake in the user's input. `str(error)` is one line, fit to be shown without a traceback."""
+    """A mistake in the user's input, or a stop that the settings ask for.
+
+    `str(error)` is one line, fit to be shown without a traceback.
+    """
 
     def __init__(self, message: str) -> None:
         super().__init__(" ".join(message.split()))

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from plugins.core.window import ALL, Window, scale_
+from plugins.errors import AccelError
 
 
 class Average(Protocol):
@@ -28,7 +29,7 @@ class Resumable(Protocol):
     def load_state_dict(self, state: Any) -> None: ...
 
 
-class NonFiniteGradient(RuntimeError):
+class NonFiniteGradient(AccelError, RuntimeError):
     """Raised at `nonfinite=stop`."""
 
 

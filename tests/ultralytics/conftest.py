@@ -227,6 +227,7 @@ class Spy:
             self._batches = []
             return step(*args, **kwargs)
 
+        spied_step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # `time=` builds a scheduler every epoch
         trainer.optimizer.step = spied_step
 
     def _bare(self) -> nn.Module:

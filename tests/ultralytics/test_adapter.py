@@ -74,6 +74,11 @@ def test_the_whole_run_equals_the_host_on_big_batches(train: Train) -> None:
     assert ours.trainer.ema.updates == big.trainer.ema.updates == 6
 
 
+def test_weight_decay_follows_the_effective_batch(train: Train) -> None:
+    run = train(accel={"accumulate": 2}, weight_decay=0.8, nbs=64)
+    assert sorted(run.spy.updates[0].decays) == pytest.approx([0.0, 0.0, 0.8 * 8 / 64])
+
+
 def test_effective_batch_is_the_same_as_its_accumulate(train: Train) -> None:
     a = train(accel={"accumulate": 4}, name="a", epochs=2)
     b = train(accel={"effective_batch": 16}, name="b", epochs=2)

@@ -81,7 +81,7 @@ def test_rectangular_training(train: Train, wide: Path) -> None:
 
 
 def test_past_the_budget_the_run_goes_on_eagerly_with_one_warning(train: Train) -> None:
-    run = train(accel={**EAGER, "recompile_budget": 1, "dynamic": "static"}, images=10, epochs=3)
+    run = train(accel={**EAGER, "recompile_budget": 1, "dynamic": "static", "accumulate": 1}, images=10, epochs=3)
     facts = run.report["compile"]
     assert facts["decision"] == "eager"
     assert "recompile_budget=1" in facts["reason"]
