@@ -1,0 +1,221 @@
+"""Fine-tuning an EasyOCR recognizer: the loop of `plugins.easyocr` against the official trainer's step, as ratios.
+
+    python benchmarks/easyocr_speed.py                    # samples/s, and peak memory
+    python benchmarks/easyocr_speed.py --what accuracy    # accuracy after the same number of samples
+
+The official step is written anew from its description: every crop padded right to 600 px, fp32, Adadelta, clip 5,
+CTC without cuDNN, no buckets. VGG-BiLSTM-CTC, batch 32; the same crops (64 px high, widths lognormal around 150 px)
+from the same files, without loader workers. Speed: one process, the contenders a few steps each in turn, so that a
+drift of the machine's speed meets all alike; all samples over all seconds, reading the files included. Memory: a
+process each, the peak of its resident memory less what it held before its first step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
+
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+from PIL import Image  # noqa: E402
+from render_lines import line  # noqa: E402
+from rich.console import Console  # noqa: E402
+from rich.table import Table  # noqa: E402
+
+from integrations.easyocr.batches import WidthBatches  # noqa: E402
+from integrations.easyocr.labels import ctc_loss  # noqa: E402
+from integrations.easyocr.network import read  # noqa: E402
+from integrations.easyocr.optim import optimizer  # noqa: E402
+from integrations.easyocr.prepare import Prepared, prepare  # noqa: E402
+from integrations.easyocr.reading import read_lines  # noqa: E402
+from integrations.easyocr.scoring import score  # noqa: E402
+from integrations.easyocr.settings import read_settings  # noqa: E402
+from integrations.easyocr.stream import loader  # noqa: E402
+from plugins.core.checkpoint import seed_everything  # noqa: E402
+from plugins.core.memory import Peaks  # noqa: E402
+from plugins.easyocr import _config, _Run  # noqa: E402
+
+BATCH, LINES, SEED = 32, 2000, 1111
+CHARACTERS = "0123456789abcdefghijklmnopqrstuvwxyz"
+OPTIONS: dict[str, dict[str, Any]] = {"plugins, fp32": {"precision": "fp32"}, "plugins, auto": {"precision": "auto"}}
+CONTENDERS = ("official", *OPTIONS)
+Steps = Iterator[int]  # each `next` is an update, and says how many samples it saw
+
+
+def render(folder: Path, count: int, seed: int, longest: int = 590) -> Path:
+    """Crops 64 px high, widths lognormal around 150 px, and their labels.csv."""
+    folder.mkdir(parents=True)
+    rng = np.random.default_rng(seed)
+    rows = ["filename,words"]
+    for number, width in enumerate(rng.lognormal(np.log(150), 0.4, count)):
+        width = int(min(max(width, 40), longest))
+        label = "".join(rng.choice(list(CHARACTERS), max(1, round(width / 30))))
+        line(label, "DejaVuSans", rng).resize((width, 64), Image.Resampling.BICUBIC).save(folder / f"{number}.png")
+        rows.append(f"{number}.png,{label}")
+    (folder / "labels.csv").write_text("\n".join(rows) + "\n", encoding="utf-8")
+    return folder
+
+
+def prepared(data: Path, updates: int, preprocess: str, **more: Any) -> Prepared:
+    settings, _ = read_settings(
+        {
+            "lang_char": CHARACTERS,
+            "experiment_name": "speed_net",
+            "train_data": str(data / "train"),
+            "valid_data": str(data / "valid"),
+            "output": str(data / "runs"),
+            "batch_size": BATCH,
+            "num_iter": updates,
+            "preprocess": preprocess,
+            "manualSeed": SEED,
+            **more,
+        }
+    )
+    seed_everything(SEED)
+    return prepare(settings)
+
+
+def official(run: Prepared, updates: int) -> Steps:
+    """The official loop."""
+    model = run.model.train()
+    steps = optimizer(model.parameters(), run.settings)
+    batches = WidthBatches(run.lines.widths(), [600], BATCH, seed=SEED)
+    for batch in loader(run.lines, islice(batches.from_position(0), updates), 0):
+        loss = ctc_loss(read(model, batch.images), batch.classes, batch.lengths)
+        model.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), run.settings.grad_clip)
+        steps.step()
+        yield len(batch)
+
+
+def plugged(run: Prepared, options: dict[str, Any]) -> Steps:
+    """The loop of `fit`, one update at a time."""
+    loop = _Run(run, _config(dict(options)), 0, lambda told: None)
+    loop.accel.train()
+    for batch in loop._stream():
+        loop._micro_batch(batch)
+        yield len(batch)
+
+
+def contender(name: str, data: Path, updates: int, **more: Any) -> tuple[Prepared, Steps]:
+    if name == "official":
+        run = prepared(data, updates, "official", **more)
+        return run, official(run, updates)
+    run = prepared(data, updates, "reader", **more)
+    return run, plugged(run, OPTIONS[name])
+
+
+def speed(data: Path, updates: int) -> tuple[dict[str, float], dict[str, float]]:
+    """Samples/s of every contender, by the clock and by CPU time, which other work on the machine disturbs less.
+
+    In each round the official loop takes one step and the others three.
+    """
+    steps = {name: contender(name, data, updates)[1] for name in CONTENDERS}
+    samples, clock, cpu = (dict.fromkeys(CONTENDERS, 0.0) for _ in range(3))
+    for name in CONTENDERS:
+        next(steps[name])  # the first step warms up
+    for _ in range(updates // 3):
+        for name in CONTENDERS:
+            for _ in range(1 if name == "official" else 3):
+                began, used = time.perf_counter(), time.process_time()
+                samples[name] += next(steps[name])
+                clock[name] += time.perf_counter() - began
+                cpu[name] += time.process_time() - used
+    return tuple({name: samples[name] / spent[name] for name in CONTENDERS} for spent in (clock, cpu))  # type: ignore[return-value]
+
+
+def memory(name: str, data: Path, updates: int) -> float:
+    """GiB that this process needed beyond what it held before its first step."""
+    import psutil
+
+    _, steps = contender(name, data, updates)
+    before = psutil.Process().memory_info().rss / 2**30
+    peaks = Peaks(torch.device("cpu"))
+    for _ in islice(steps, updates):
+        pass
+    peaks.update_done()
+    return float(peaks.first_gib or 0.0) - before
+
+
+def accuracy(name: str, data: Path, updates: int, weights: str) -> float:
+    """Held-out word accuracy, each contender in its own preprocessing, after `updates` batches."""
+    run, steps = contender(name, data, updates, saved_model=weights)
+    for _ in islice(steps, updates):
+        pass
+    readings = read_lines(run.model, run.valid, run.preprocess, run.codec, torch.device("cpu"))
+    return score(readings.texts, readings.labels).accuracy
+
+
+def in_a_process(name: str, what: str, data: Path, updates: int) -> float:
+    command = [
+        sys.executable,
+        __file__,
+        "--child",
+        name,
+        "--what",
+        what,
+        "--data",
+        str(data),
+        "--updates",
+        str(updates),
+    ]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    return float(json.loads(done.stdout.splitlines()[-1]))
+
+
+def stock() -> str:
+    import easyocr_en_models
+
+    return str(Path(easyocr_en_models.__file__).parent / "models" / "english_g2.pth")
+
+
+def show(title: str, found: dict[str, float], form: Callable[[float], str]) -> None:
+    table = Table("contender", title, "ratio")
+    for name, value in found.items():
+        table.add_row(name, form(value), f"{value / found['official']:.2f}" if found["official"] else "")
+    Console().print(table)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--what", choices=["all", "speed", "memory", "accuracy"], default="all")
+    parser.add_argument("--updates", type=int, default=24)
+    parser.add_argument("--child", choices=CONTENDERS, help=argparse.SUPPRESS)
+    parser.add_argument("--data", type=Path, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    what, updates = arguments.what, arguments.updates
+    if arguments.child and what == "memory":
+        print(json.dumps(memory(arguments.child, arguments.data, updates)))
+    elif arguments.child:
+        print(json.dumps(accuracy(arguments.child, arguments.data, updates, stock())))
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            data = Path(folder)
+            render(data / "train", LINES, seed=1)
+            render(data / "valid", 300, seed=2)
+            if what in ("all", "speed"):
+                clock, cpu = speed(data, updates)
+                show("samples/s", clock, "{:.1f}".format)
+                show("samples a CPU second", cpu, "{:.1f}".format)
+            if what in ("all", "memory"):
+                found = {name: in_a_process(name, "memory", data, min(updates, 12)) for name in CONTENDERS}
+                show("peak, GiB", found, "{:.2f}".format)
+            if what in ("all", "accuracy"):
+                found = {name: in_a_process(name, "accuracy", data, updates) for name in CONTENDERS}
+                show("accuracy", found, "{:.1%}".format)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,220 @@
+"""Text lines and their labels: official leaf folders, a plain folder with labels.csv, Hugging Face data sets.
+
+Labels are text and stay as written: `0012`, `1.50`, `True`, `"x, y"`. A row that cannot be trained on is left out,
+counted by reason and listed by name; a set that is empty after that is an error.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image, UnidentifiedImageError
+
+from integrations.easyocr.charset import fold_case
+from integrations.easyocr.errors import EasyOCRError
+from integrations.easyocr.settings import Settings
+
+HEADER = "filename,words"
+_EXIF_ORIENTATION, _SIDEWAYS = 0x0112, {5, 6, 7, 8}
+
+
+@dataclass(frozen=True)
+class Line:
+    """One text line: its picture (a path, or a row of a data set), label and size in px, EXIF orientation applied."""
+
+    name: str
+    label: str
+    width: int
+    height: int
+    path: Path | None = None
+    row: int | None = None
+
+
+@dataclass
+class Skipped:
+    """Rows left out: counts by reason, and the first names of each."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    names: dict[str, list[str]] = field(default_factory=dict)
+    listed: int = 20
+
+    def add(self, reason: str, name: str) -> None:
+        self.counts[reason] += 1
+        known = self.names.setdefault(reason, [])
+        if len(known) < self.listed:
+            known.append(name)
+
+    def sentences(self) -> list[str]:
+        return [
+            f"{count} left out, {reason}: {', '.join(self.names[reason])}" + (" …" if count > self.listed else "")
+            for reason, count in self.counts.items()
+        ]
+
+
+@dataclass
+class LineSet:
+    """Lines of one data set. `source` is the Hugging Face data set where rows are not files."""
+
+    name: str
+    lines: list[Line]
+    source: Any = None
+    image_column: str = "image"
+    _whole: set[int] = field(default_factory=set)
+
+    def grey(self, index: int) -> np.ndarray | None:
+        """Picture as uint8 [h, w], read as `easyocr.Reader` reads a file; None if it cannot be decoded."""
+        line = self.lines[index]
+        if line.path is not None:
+            # The Reader's decoder fills what a cut-off file lacks with black; that is no line to learn from.
+            if index not in self._whole and not is_whole(line.path):
+                return None
+            self._whole.add(index)
+            return read_grey(line.path)
+        try:
+            picture = self.source[line.row][self.image_column]
+            return np.asarray(picture.convert("L"))
+        except (OSError, SyntaxError, ValueError):
+            return None
+
+
+def read_grey(path: Path) -> np.ndarray | None:
+    """A file as uint8 [h, w], by the Reader's own decoder; None if it cannot be decoded."""
+    import cv2
+
+    return cv2.imread(str(path), cv2.IMREAD_GRAYSCALE)
+
+
+def is_whole(path: Path) -> bool:
+    """Whether the file decodes to its end."""
+    try:
+        with Image.open(path) as picture:
+            picture.load()
+    except (OSError, SyntaxError, ValueError):
+        return False
+    return True
+
+
+def read_labels(leaf: Path) -> list[tuple[str, str]]:
+    """(file name, label) of every row of `leaf/labels.csv`, split at the first comma; UTF-8 with or without BOM."""
+    path = leaf / "labels.csv"
+    if not path.is_file():
+        raise EasyOCRError(f"{path}: no such file; expected a labels.csv with header {HEADER}")
+    try:
+        rows = path.read_text(encoding="utf-8-sig").splitlines()
+    except UnicodeDecodeError as error:
+        raise EasyOCRError(f"{path}: not UTF-8 ({error.reason} at byte {error.start}); expected UTF-8") from None
+    header = rows[0] if rows else ""
+    if [name.strip() for name in header.split(",")] != HEADER.split(","):
+        raise EasyOCRError(f"{path}: header is {header!r}, expected {HEADER!r}")
+    pairs = []
+    for number, row in enumerate(rows[1:], start=2):
+        if not row:
+            continue
+        name, comma, label = row.partition(",")
+        if not comma:
+            raise EasyOCRError(f"{path}: line {number} is {row!r}, expected two fields separated by a comma: {HEADER}")
+        pairs.append((name, label))
+    return pairs
+
+
+def leaves(root: Path) -> list[Path]:
+    """Folders under `root`, itself included, that hold a labels.csv; sorted by path."""
+    if not root.is_dir():
+        raise EasyOCRError(f"{root}: no such folder; expected folders of images with a labels.csv")
+    found = sorted(path.parent for path in root.rglob("labels.csv"))
+    if not found:
+        raise EasyOCRError(f"{root}: no labels.csv in it or below; expected one a folder, with header {HEADER}")
+    return found
+
+
+def read_folder(root: Path, name: str, skipped: Skipped) -> LineSet:
+    """Every readable row of every leaf under `root`. Missing and corrupt pictures are counted in `skipped`."""
+    lines = []
+    for leaf in leaves(root):
+        for file_name, label in read_labels(leaf):
+            path = leaf / file_name
+            size = _size(path)
+            if isinstance(size, str):
+                skipped.add(size, str(path))
+            else:
+                lines.append(Line(str(path), label, *size, path=path))
+    return LineSet(name, lines)
+
+
+def read_dataset(source: Any, name: str, image_column: str, text_column: str, skipped: Skipped) -> LineSet:
+    """A Hugging Face `datasets.Dataset` with an image and a text column (decoded `datasets.Image`)."""
+    columns = list(getattr(source, "column_names", []))
+    for key, column in (("image_column", image_column), ("text_column", text_column)):
+        if column not in columns:
+            raise EasyOCRError(f"{key}={column}: no such column in {name}; allowed are {', '.join(columns)}")
+    texts = source.select_columns([text_column])
+    lines = []
+    for row in range(len(source)):
+        label = texts[row][text_column]
+        if not isinstance(label, str):
+            raise EasyOCRError(f"{name}: row {row}, column {text_column} holds {label!r}; expected text")
+        try:
+            width, height = source[row][image_column].size
+        except (OSError, SyntaxError, ValueError, AttributeError):
+            skipped.add("corrupt image", f"{name} row {row}")
+            continue
+        lines.append(Line(f"{name} row {row}", label, width, height, row=row))
+    return LineSet(name, lines, source, image_column)
+
+
+def read_any(source: Any, name: str, settings: Settings, skipped: Skipped) -> LineSet:
+    """A folder of leaves, a plain folder, a data set saved with `save_to_disk`, or a data set object."""
+    if not isinstance(source, (str, Path)):
+        return read_dataset(source, name, settings.image_column, settings.text_column, skipped)
+    root = Path(source).expanduser()
+    if (root / "dataset_info.json").is_file():
+        from datasets import load_from_disk
+
+        return read_dataset(load_from_disk(str(root)), name, settings.image_column, settings.text_column, skipped)
+    return read_folder(root, name, skipped)
+
+
+def keep_trainable(lines: LineSet, characters: str, settings: Settings, skipped: Skipped) -> LineSet:
+    """Labels folded to the set's case, without those that are empty, too long, or hold unknown characters.
+
+    `data_filtering_off` keeps too long labels, as the official trainer does; a label with a character that has no
+    class cannot be encoded at all, and is left out and counted either way.
+
+    Raises:
+        EasyOCRError: nothing is left.
+    """
+    known, kept = set(characters), []
+    for line in lines.lines:
+        label = line.label if settings.sensitive else fold_case(line.label, characters)
+        unknown = sorted(set(label) - known)
+        if not label:
+            skipped.add("empty label", line.name)
+        elif unknown:
+            skipped.add(f"characters outside the set ({''.join(unknown)})", line.name)
+        elif len(label) > settings.batch_max_length and not settings.data_filtering_off:
+            skipped.add(f"label longer than batch_max_length={settings.batch_max_length}", line.name)
+        else:
+            kept.append(Line(line.name, label, line.width, line.height, line.path, line.row))
+    if not kept:
+        reasons = "; ".join(skipped.sentences())[:400] or "it has no rows"
+        raise EasyOCRError(f"{lines.name}: no line is left to train on ({reasons})")
+    return LineSet(lines.name, kept, lines.source, lines.image_column)
+
+
+def _size(path: Path) -> tuple[int, int] | str:
+    """(width, height) in px from the file's header, or the reason why there is none."""
+    if not path.is_file():
+        return "missing image"
+    try:
+        with Image.open(path) as picture:
+            width, height = picture.size
+            # Pillow decodes a whole PNG to look for EXIF behind its pixels; only what its header tells counts here.
+            tagged = picture.format != "PNG" or "exif" in picture.info
+            sideways = tagged and picture.getexif().get(_EXIF_ORIENTATION) in _SIDEWAYS
+    except (UnidentifiedImageError, OSError, SyntaxError, ValueError, Image.DecompressionBombError):
+        return "corrupt image"
+    return (height, width) if sideways else (width, height)

@@ -1,0 +1,126 @@
+"""From settings to everything that a loop needs: lines, characters, network and its first weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from integrations.easyocr.augment import Augment
+from integrations.easyocr.charset import characters_of, check_languages
+from integrations.easyocr.data import LineSet, Skipped, keep_trainable, read_any
+from integrations.easyocr.errors import EasyOCRError
+from integrations.easyocr.export import Exported, Writer, check_name, write
+from integrations.easyocr.labels import converter
+from integrations.easyocr.network import build, frozen_parts
+from integrations.easyocr.preprocess import Preprocess
+from integrations.easyocr.settings import Settings
+from integrations.easyocr.stream import Lines
+from integrations.easyocr.weights import take_over
+
+
+@dataclass
+class Prepared:
+    """What a run starts from. `notes` are sentences for the user: skipped rows, weights taken over, parts frozen."""
+
+    settings: Settings
+    folder: Path
+    characters: str
+    codec: Any
+    model: nn.Module
+    lines: Lines
+    sets: list[LineSet]
+    valid: LineSet
+    preprocess: Preprocess
+    notes: list[str]
+
+    @property
+    def params(self) -> dict[str, int]:
+        return network_params(self.settings)
+
+    def export(self, state: dict[str, Any], writer: Writer, name: str | None = None) -> Exported:
+        """Writes the Reader's three files into the experiment folder."""
+        return write(
+            self.folder,
+            name or self.settings.experiment_name,
+            state,
+            features=self.settings.FeatureExtraction,
+            params=self.params,
+            height=self.settings.imgH,
+            characters=self.characters,
+            lang_list=self.settings.lang_list,
+            writer=writer,
+        )
+
+
+def network_params(settings: Settings) -> dict[str, int]:
+    return {name: getattr(settings, name) for name in ("input_channel", "output_channel", "hidden_size")}
+
+
+def prepare(settings: Settings, train: Any = None, valid: Any = None) -> Prepared:
+    """Reads the data and builds the network; nothing is written.
+
+    Args:
+        train, valid: data set objects or folders, instead of `train_data` and `valid_data`.
+
+    Raises:
+        EasyOCRError: one line that names the file or key, the value and what is allowed.
+    """
+    folder = Path(settings.output).expanduser() / settings.experiment_name
+    check_name(settings.experiment_name, folder / "user_network")
+    check_languages(settings.lang_list)
+    lost, lost_valid, notes = Skipped(), Skipped(), []
+    sets = [read_any(source, name, settings, lost) for name, source in _training_sources(settings, train)]
+    held_out = read_any(_given(valid, settings.valid_data, "valid_data"), "valid_data", settings, lost_valid)
+    labels = [line.label for part in sets for line in part.lines]
+    characters = characters_of(settings, labels if settings.sensitive else map(str.lower, labels))
+    sets = [keep_trainable(part, characters, settings, lost) for part in sets]
+    held_out = keep_trainable(held_out, characters, settings, lost_valid)
+    notes += [f"training data: {sentence}" for sentence in lost.sentences()]
+    notes += [f"validation data: {sentence}" for sentence in lost_valid.sentences()]
+    codec = converter(characters)
+    preprocess = Preprocess(settings.preprocess, settings.imgH, settings.imgW, settings.PAD)
+    model = build(settings.FeatureExtraction, len(codec.character), network_params(settings))
+    if settings.saved_model:
+        taken = take_over(
+            model,
+            Path(settings.saved_model).expanduser(),
+            characters,
+            given=settings.saved_characters,
+            partial=settings.FT,
+            fresh_head=settings.new_prediction,
+        )
+        notes.append(taken.sentence(settings.saved_model))
+    frozen = frozen_parts(model, settings.freeze_FeatureExtraction, settings.freeze_SequenceModeling)
+    if frozen:
+        notes.append(f"frozen: {', '.join(frozen)}")
+    lines = Lines(
+        sets,
+        preprocess,
+        codec,
+        settings.FeatureExtraction,
+        settings.contrast_adjust,
+        Augment(settings.manualSeed) if settings.augment else None,
+    )
+    wide = sum(width > settings.imgW for width in lines.widths()) if settings.preprocess == "reader" else 0
+    if wide:
+        notes.append(f"{wide} lines are wider than imgW={settings.imgW}: kept at their width, as the Reader reads them")
+    return Prepared(settings, folder, characters, codec, model, lines, sets, held_out, preprocess, notes)
+
+
+def _training_sources(settings: Settings, train: Any) -> list[tuple[str, Any]]:
+    """(name, source) of every selected data set: the folders `train_data/<select>`, or the one that was given."""
+    if train is not None and not isinstance(train, (str, Path)):
+        if settings.select_data != [""]:
+            raise EasyOCRError(f"select_data={settings.select_data}: a data set object has no folders to select from")
+        return [("train_data", train)]
+    root = Path(_given(train, settings.train_data, "train_data")).expanduser()
+    return [(f"train_data={root / part}", root / part) for part in settings.select_data]
+
+
+def _given(source: Any, configured: str, key: str) -> Any:
+    if source is None and not configured:
+        raise EasyOCRError(f"{key}='': expected a folder of images with a labels.csv, or a data set")
+    return configured if source is None else source

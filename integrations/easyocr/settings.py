@@ -1,0 +1,217 @@
+"""The official trainer's yaml, all 42 keys honoured or refused by name, and the keys that this loop adds.
+
+`read_settings` returns both, checked. Keys that change nothing by design: `num_fiducial` (only a TPS stage has
+fiducial points) and `workers` beyond what the loader can use.
+"""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+from integrations.easyocr.errors import EasyOCRError
+
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=1)]
+Share = Annotated[float, Field(ge=0, le=1)]
+
+
+def _text(value: Any) -> Any:
+    """YAML reads `number: 0123456789` as a number and an empty value as None; characters are text."""
+    return "" if value is None else str(value)
+
+
+def _optional_name(value: Any) -> Any:
+    """`''`, `None`, `'None'` and False all mean "not given" in official files."""
+    return "" if value in (None, False, "None", "none") else value
+
+
+def _optimizer(value: Any) -> Any:
+    """The official file writes `optim: False` for Adadelta."""
+    return "adadelta" if value in (False, None, "", "False") else str(value).lower()
+
+
+def _ratios(value: Any) -> Any:
+    """`'0.5-0.5'` -> [0.5, 0.5]; a bare number is one share."""
+    parts = value if isinstance(value, (list, tuple)) else str(value).split("-")
+    return [float(str(part)) for part in parts]
+
+
+def _selection(value: Any) -> Any:
+    """`'a-b'` -> ['a', 'b']; `'/'` and an empty value mean everything under train_data."""
+    if value in (None, "", "/"):
+        return [""]
+    return [str(part) for part in value] if isinstance(value, (list, tuple)) else str(value).split("-")
+
+
+Text = Annotated[str, BeforeValidator(_text)]
+
+
+class Settings(BaseModel):
+    """Official keys under their official names, then the loop's own. Lengths in px and characters, times in updates."""
+
+    model_config = ConfigDict(extra="forbid", populate_by_name=True, protected_namespaces=())
+
+    # characters
+    number: Text = ""
+    symbol: Text = ""
+    lang_char: Text | None = None
+    sensitive: bool = True
+    # run
+    experiment_name: str = "easyocr"
+    manualSeed: int = Field(1111, ge=0)
+    workers: int = Field(0, ge=0)
+    batch_size: Count = 32
+    num_iter: Count = 300_000
+    valInterval: Count = 20_000
+    # weights to continue from
+    saved_model: Annotated[str, BeforeValidator(_optional_name)] = ""
+    FT: bool = False
+    new_prediction: bool = False
+    freeze_FeatureExtraction: bool = False
+    freeze_SequenceModeling: bool = False
+    # optimizer
+    optim: Annotated[Literal["adadelta", "adam", "adamw"], BeforeValidator(_optimizer)] = "adadelta"
+    lr: Positive = 1.0
+    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    rho: Share = 0.95
+    eps: Positive = 1e-8
+    grad_clip: Positive = 5.0
+    # data
+    train_data: str = ""
+    valid_data: str = ""
+    select_data: Annotated[list[str], BeforeValidator(_selection)] = [""]
+    batch_ratio: Annotated[list[Annotated[float, Field(gt=0, le=1)]], BeforeValidator(_ratios)] = [1.0]
+    total_data_usage_ratio: Annotated[float, Field(gt=0, le=1)] = 1.0
+    batch_max_length: Count = 25
+    imgH: int = Field(64, ge=32)
+    imgW: int = Field(600, ge=16)
+    PAD: bool = True
+    rgb: Literal[False] = False
+    contrast_adjust: Share = 0.0
+    data_filtering_off: bool = False
+    # network
+    Transformation: Annotated[Literal["None"], BeforeValidator(lambda v: "None" if v is None else v)] = "None"
+    FeatureExtraction: Literal["VGG", "ResNet"] = "VGG"
+    SequenceModeling: Literal["BiLSTM"] = "BiLSTM"
+    Prediction: Literal["CTC"] = "CTC"
+    num_fiducial: Count = 20
+    input_channel: Literal[1] = 1
+    output_channel: int = Field(256, ge=16)
+    hidden_size: Count = 256
+    decode: Literal["greedy", "beamsearch"] = "greedy"
+
+    # what this loop adds
+    output: str = Field("saved_models", description="folder that holds the experiment folder")
+    preprocess: Literal["reader", "official"] = "reader"
+    schedule: Literal["constant", "onecycle", "cosine"] = "constant"
+    warmup: int = Field(0, ge=0, description="updates of linear warm-up")
+    patience: int = Field(0, ge=0, description="validations without a better model before an early stop; 0: never")
+    augment: bool = False
+    forward_px: int = Field(0, ge=0, description="samples x px of width in one forward; 0: chosen")
+    lang_list: list[str] = ["en"]
+    saved_characters: Text = ""
+    image_column: str = "image"
+    text_column: str = "text"
+    tensorboard: bool = True
+    progress: bool = True
+
+    @model_validator(mode="after")
+    def _agree(self) -> Settings:
+        if len(self.select_data) != len(self.batch_ratio):
+            raise ValueError(
+                f"select_data names {len(self.select_data)} data sets and batch_ratio {len(self.batch_ratio)} shares: "
+                "give one share a data set, separated by -"
+            )
+        if abs(sum(self.batch_ratio) - 1) > 1e-3:
+            raise ValueError(f"batch_ratio={self.batch_ratio}: the shares must add up to 1")
+        if self.preprocess == "reader" and not self.PAD:
+            raise ValueError("PAD=False: the Reader always pads; set PAD: True, or preprocess: official")
+        step = 8 if self.FeatureExtraction == "VGG" else 16
+        if self.output_channel % step:
+            raise ValueError(
+                f"output_channel={self.output_channel}: {self.FeatureExtraction} needs a multiple of {step}"
+            )
+        if self.schedule == "constant" and self.warmup >= self.num_iter:
+            raise ValueError(f"warmup={self.warmup}: must be below num_iter={self.num_iter}")
+        return self
+
+    def most_px(self, half: bool) -> int:
+        """Samples x px of width that one forward may hold; wider micro-batches go through in parts.
+
+        A sixth of the official padding's, a quarter where activations take half the bytes: either holds the peak of
+        a run's memory under a third of the official one, what weights and scratch space take included.
+        """
+        return self.forward_px or self.batch_size * self.imgW // (4 if half else 6)
+
+
+# Official values with no future in today's EasyOCR, and why.
+_WHY = {
+    "Transformation": "None (the Reader has no TPS stage)",
+    "FeatureExtraction": "VGG, ResNet (the Reader ships no RCNN)",
+    "SequenceModeling": "BiLSTM",
+    "Prediction": "CTC (the Reader decodes CTC only, not Attn)",
+    "rgb": "False (the Reader reads grey pictures only)",
+    "input_channel": "1 (the Reader reads grey pictures only)",
+    "decode": "greedy, beamsearch",
+    "optim": "False (Adadelta), adadelta, adam, adamw",
+    "preprocess": "reader, official",
+    "schedule": "constant, onecycle, cosine",
+}
+# The official file misspells one freeze key; its trainer then ignores both. Either spelling works here.
+_SPELLINGS = {"freeze_FeatureFxtraction": "freeze_FeatureExtraction"}
+
+
+def read_settings(config: str | Path | dict[str, Any], **options: Any) -> tuple[Settings, dict[str, Any]]:
+    """The settings of `config` (a yaml file or a mapping) with `options` laid over, and its `accel:` mapping.
+
+    Raises:
+        EasyOCRError: an unreadable file, an unknown key, a value out of range or keys that contradict.
+    """
+    if isinstance(config, dict):
+        name, values = "config", dict(config)
+    else:
+        name, values = str(config), _load(Path(config))
+    values |= options
+    accel = values.pop("accel", None) or {}
+    for wrong, right in _SPELLINGS.items():
+        if wrong in values:
+            given = values.pop(wrong)
+            values[right] = values.get(right) or given
+    if not isinstance(accel, dict):
+        raise EasyOCRError(f"{name}: accel={accel!r}: expected a mapping of accel fields")
+    try:
+        return Settings(**values), accel
+    except ValidationError as error:
+        raise EasyOCRError(f"{name}: {_one_line(error)}") from None
+
+
+def _load(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise EasyOCRError(f"config={path}: no such file; expected the official trainer's yaml")
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+        values = yaml.safe_load(text)
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise EasyOCRError(f"config={path}: not readable as YAML: {error}") from None
+    if not isinstance(values, dict):
+        raise EasyOCRError(f"config={path}: holds {type(values).__name__}, expected a mapping of key: value")
+    # Characters are taken as written: YAML would read `number: 01234567` as an octal number.
+    written = yaml.load(text, Loader=yaml.BaseLoader)
+    as_text = {key: written[key] for key in ("number", "symbol", "lang_char", "saved_characters") if key in values}
+    return {str(key): value for key, value in {**values, **as_text}.items()}
+
+
+def _one_line(error: ValidationError) -> str:
+    first = error.errors(include_url=False)[0]
+    if not first["loc"]:
+        return str(first["msg"]).removeprefix("Value error, ")
+    key, value = str(first["loc"][0]), first["input"]
+    if first["type"] == "extra_forbidden":
+        near = difflib.get_close_matches(key, [*Settings.model_fields, *_SPELLINGS], n=1)
+        return f"{key}={value!r}: unknown key" + (f"; did you mean {near[0]}?" if near else "")
+    return f"{key}={value!r}: allowed {'are ' + _WHY[key] if key in _WHY else 'is: ' + first['msg']}"

@@ -1,0 +1,146 @@
+"""Where a run stands beyond weights and optimizer: data read, scores, best weights and what was exported."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from integrations.easyocr import pictures
+from integrations.easyocr.board import Row
+from integrations.easyocr.export import Exported, Writer
+from integrations.easyocr.prepare import Prepared
+from integrations.easyocr.reading import Readings
+from integrations.easyocr.scoring import Score
+from integrations.easyocr.weights import PREFIX
+
+LOST_SHOWN = 20
+
+
+@dataclass
+class Result:
+    """What a run came to. accuracy, norm_ED: 0..1, of the best weights, which `exported` holds.
+
+    stopped: num_iter, patience or interrupted. unreadable: pictures that could not be decoded and were left out.
+    """
+
+    folder: Path
+    exported: Exported
+    updates: int
+    accuracy: float
+    norm_ED: float
+    stopped: str
+    history: list[Row]
+    lang_list: list[str]
+    report: Path | None = None
+    infeasible: int = 0
+    unreadable: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def reader(self, **options: Any) -> Any:
+        """`easyocr.Reader` on the exported network; on the CPU in full precision unless `options` say otherwise."""
+        return self.exported.reader(self.lang_list, **options)
+
+
+@dataclass
+class Standing:
+    """position: micro-batches this process has read; stale: validations since the best one."""
+
+    prepared: Prepared
+    writer: Writer
+    position: int = 0
+    infeasible: int = 0
+    stale: int = 0
+    unreadable: list[str] = field(default_factory=list)
+    history: list[Row] = field(default_factory=list)
+    best: dict[str, Score] = field(default_factory=dict)
+    exported: Exported | None = None
+
+    @property
+    def files(self) -> Exported:
+        """Where the Reader's three files lie, or will."""
+        folder = self.prepared.folder
+        return Exported(self.prepared.settings.experiment_name, folder / "model", folder / "user_network")
+
+    @property
+    def top(self) -> Score:
+        """The score of the weights that the Reader's files hold; zero before the first validation."""
+        return self.best.get("accuracy", Score(0.0, 0.0, 0))
+
+    def lost(self, names: list[str]) -> list[str]:
+        """Remembers pictures that cannot be decoded; returns a sentence for each new one, the first twenty apart."""
+        new = [name for name in dict.fromkeys(names) if name not in self.unreadable]
+        before = len(self.unreadable)
+        self.unreadable += new
+        told = [f"left out, the picture cannot be decoded: {name}" for name in new[: max(0, LOST_SHOWN - before)]]
+        if before <= LOST_SHOWN < len(self.unreadable):
+            told.append("more pictures cannot be decoded; the result's `unreadable` lists them all")
+        return told
+
+    def keep(self, found: Score, weights: Callable[[], dict[str, Any]]) -> None:
+        """Writes the weights that are best by accuracy, and by edit distance; the Reader gets the former."""
+        known, top = self.best.get("norm_ED"), self.best.get("accuracy")
+        self.stale += 1
+        if found.better_than(top):
+            self.stale = 0
+            self.best["accuracy"] = found
+            self._write("best_accuracy.pth", weights())
+            self.export(weights())
+        if known is None or found.similarity > known.similarity:
+            self.best["norm_ED"] = found
+            self._write("best_norm_ED.pth", weights())
+
+    def export(self, weights: Mapping[str, Any]) -> None:
+        self.exported = self.prepared.export(dict(weights), self.writer)
+
+    def _write(self, name: str, weights: Mapping[str, Any]) -> None:
+        """Under the official names and keys, as the official trainer saves."""
+        state = {PREFIX + key: value.cpu().contiguous() for key, value in weights.items()}
+        self.writer(self.prepared.folder / name, lambda file: torch.save(state, file))
+
+    def draw(self, last: Readings | None) -> None:
+        """Curves of the whole run, and the mistakes of its last validation."""
+        folder = self.prepared.folder
+        if self.history:
+            pictures.curves(self.history, folder / "curves.png", self.writer)
+        if last is not None:
+            pictures.mistakes(last, self.prepared.valid, folder / "mistakes.png", self.writer)
+
+    def result(self, updates: int, stopped: str, report: Path | None) -> Result:
+        settings, top = self.prepared.settings, self.top
+        return Result(
+            self.prepared.folder,
+            self.files,
+            updates,
+            top.accuracy,
+            top.similarity,
+            stopped,
+            self.history,
+            settings.lang_list,
+            report,
+            self.infeasible,
+            self.unreadable,
+            self.prepared.notes,
+        )
+
+    def state(self) -> dict[str, Any]:
+        """Plain values, for a checkpoint that loads with `weights_only=True`."""
+        return {
+            "position": self.position,
+            "infeasible": self.infeasible,
+            "stale": self.stale,
+            "unreadable": list(self.unreadable),
+            "characters": self.prepared.characters,
+            "best": {name: asdict(found) for name, found in self.best.items()},
+            "history": [asdict(row) for row in self.history],
+        }
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        for name in ("position", "infeasible", "stale", "unreadable"):
+            setattr(self, name, state[name])
+        self.best = {name: Score(**found) for name, found in state["best"].items()}
+        self.history[:] = [Row(**row) for row in state["history"]]
+        self.exported = self.files if all(file.is_file() for file in self.files.files) else None

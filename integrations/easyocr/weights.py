@@ -1,0 +1,167 @@
+"""Continuing from weights: EasyOCR's own (gen1, gen2), an exported NAME.pth, or an official trainer's checkpoint.
+
+Files are read with `weights_only=True`. Keys may carry `module.`; a changed character set keeps the rows of shared
+characters exactly, so that their logits are the same before the first step.
+"""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import yaml
+from torch import Tensor, nn
+
+from integrations.easyocr.errors import EasyOCRError
+
+PREFIX = "module."
+HEAD = ("Prediction.weight", "Prediction.bias")
+
+
+@dataclass(frozen=True)
+class Taken:
+    """What a model took over. added, dropped: characters; missing, unexpected: parameter names (only with FT)."""
+
+    added: str = ""
+    dropped: str = ""
+    fresh_head: bool = False
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+
+    def sentence(self, name: str) -> str:
+        parts = [f"continues from {name}"]
+        if self.fresh_head:
+            parts.append("with a fresh prediction layer (new_prediction)")
+        if self.added or self.dropped:
+            parts.append(f"characters added: {self.added or 'none'}, dropped: {self.dropped or 'none'}")
+        if self.missing:
+            parts.append(f"not in the file, left fresh: {', '.join(self.missing)}")
+        if self.unexpected:
+            parts.append(f"in the file, not used: {', '.join(self.unexpected)}")
+        return "; ".join(parts)
+
+
+def load_state(path: Path) -> dict[str, Tensor]:
+    """Bare parameter name -> tensor, on the CPU.
+
+    Raises:
+        EasyOCRError: a missing or damaged file, or one that holds anything but tensors.
+    """
+    if not path.is_file():
+        raise EasyOCRError(f"saved_model={path}: no such file; expected a .pth of EasyOCR's own networks")
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError, KeyError) as error:
+        raise EasyOCRError(f"saved_model={path}: not readable as weights: {str(error).splitlines()[0]}") from None
+    if isinstance(state, dict) and isinstance(state.get("model"), dict):
+        state = state["model"]
+    if not isinstance(state, dict) or not state or not all(isinstance(value, Tensor) for value in state.values()):
+        raise EasyOCRError(f"saved_model={path}: expected a flat mapping of parameter name: tensor")
+    return {str(name).removeprefix(PREFIX): value for name, value in state.items()}
+
+
+def characters_in(path: Path, given: str = "") -> str | None:
+    """The character set that `path` was trained with: given, a NAME.yaml beside it, or EasyOCR's own list."""
+    if given:
+        return given
+    beside = path.with_suffix(".yaml")
+    for candidate in (beside, path.parent.parent / "user_network" / beside.name):
+        if candidate.is_file():
+            written = yaml.safe_load(candidate.read_text(encoding="utf-8"))
+            if isinstance(written, dict) and isinstance(written.get("character_list"), str):
+                return str(written["character_list"])
+    from easyocr.config import recognition_models
+
+    for generation in ("gen2", "gen1"):
+        for model in recognition_models[generation].values():
+            if model["filename"] == path.name:
+                return str(model["characters"])
+    return None
+
+
+@torch.no_grad()
+def take_over(
+    model: nn.Module,
+    path: Path,
+    characters: str,
+    *,
+    given: str = "",
+    partial: bool = False,
+    fresh_head: bool = False,
+) -> Taken:
+    """Loads `path` into `model`, whose classes are the blank and `characters`.
+
+    Args:
+        given: the file's character set, where it is neither EasyOCR's own nor described beside the file.
+        partial: `FT`: parameters that the file lacks stay fresh and superfluous ones are ignored.
+        fresh_head: `new_prediction`: the prediction layer starts anew.
+
+    Raises:
+        EasyOCRError: another architecture, or another number of characters than the file's set explains.
+    """
+    state, own = load_state(path), model.state_dict()
+    if not set(state) & set(own):
+        raise EasyOCRError(
+            f"saved_model={path}: another architecture: it holds {next(iter(state))}, "
+            f"expected names such as {next(iter(own))}"
+        )
+    added = dropped = ""
+    if fresh_head:
+        state = {name: value for name, value in state.items() if name not in HEAD} | {n: own[n] for n in HEAD}
+    elif HEAD[0] in state and (known := _known_characters(path, state[HEAD[0]].size(0), characters, given)):
+        added = "".join(c for c in dict.fromkeys(characters) if c not in set(known))
+        dropped = "".join(c for c in dict.fromkeys(known) if c not in set(characters))
+        if known != characters:
+            _move_rows(state, own, known, characters, path)
+    for name, value in own.items():
+        if name in state and state[name].shape != value.shape:
+            raise EasyOCRError(
+                f"saved_model={path}: another architecture: {name} is {list(state[name].shape)}, this network's is "
+                f"{list(value.shape)}; check FeatureExtraction, output_channel and hidden_size"
+            )
+    missing, unexpected = sorted(set(own) - set(state)), sorted(set(state) - set(own))
+    if (missing or unexpected) and not partial:
+        raise EasyOCRError(
+            f"saved_model={path}: another architecture: {len(missing)} parameters missing "
+            f"({', '.join(missing[:3]) or 'none'}), {len(unexpected)} unexpected "
+            f"({', '.join(unexpected[:3]) or 'none'}); FT: True takes over what fits"
+        )
+    model.load_state_dict({**own, **{name: value for name, value in state.items() if name in own}})
+    return Taken(added, dropped, fresh_head, tuple(missing), tuple(unexpected))
+
+
+def _known_characters(path: Path, classes: int, characters: str, given: str) -> str | None:
+    known = characters_in(path, given)
+    if known is None:
+        if classes == len(characters) + 1:
+            return characters  # nothing tells the file's set: the same number of classes is taken as the same set
+        raise EasyOCRError(
+            f"saved_model={path}: it has {classes - 1} characters and the configuration {len(characters)}; "
+            "give the file's own as saved_characters, or start the prediction layer anew with new_prediction: True"
+        )
+    if len(known) + 1 != classes:
+        raise EasyOCRError(
+            f"saved_model={path}: it has {classes - 1} characters, but its character set holds {len(known)}; "
+            "give the file's own as saved_characters"
+        )
+    return known
+
+
+def _move_rows(state: dict[str, Tensor], own: dict[str, Tensor], known: str, characters: str, path: Path) -> None:
+    """Rows of shared characters, and the blank's, go to their new places; added characters keep a fresh row."""
+    if state[HEAD[0]].shape[1:] != own[HEAD[0]].shape[1:]:
+        raise EasyOCRError(
+            f"saved_model={path}: another architecture: {HEAD[0]} is {list(state[HEAD[0]].shape)}, this network's "
+            f"is {list(own[HEAD[0]].shape)}; check hidden_size"
+        )
+    # A duplicate's last place counts: it is the one that EasyOCR's converter encodes with.
+    place = {character: index + 1 for index, character in enumerate(known)}
+    for name in HEAD:
+        rows = own[name].clone()
+        rows[0] = state[name][0]
+        for index, character in enumerate(characters):
+            if character in place:
+                rows[index + 1] = state[name][place[character]]
+        state[name] = rows

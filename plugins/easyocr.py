@@ -1,0 +1,311 @@
+"""fit: fine-tunes an EasyOCR recognizer from the official yaml, and leaves files that `easyocr.Reader` loads.
+
+    from plugins.easyocr import fit
+    result = fit("config.yaml", accumulate=2)
+    result.reader().readtext("page.png")
+
+In the experiment folder: `last.pt` (everything a resume needs), `best_accuracy.pth`, `best_norm_ED.pth`, the Reader's
+three files (`model/NAME.pth`, `user_network/NAME.yaml`, `user_network/NAME.py`), `log.csv`, `curves.png`,
+`mistakes.png`, `tensorboard/` and `accel_report.*`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from integrations.easyocr import optim
+from integrations.easyocr.batches import WidthBatches
+from integrations.easyocr.board import Board, Pace, Row
+from integrations.easyocr.errors import EasyOCRError
+from integrations.easyocr.labels import ctc_loss
+from integrations.easyocr.network import read
+from integrations.easyocr.prepare import Prepared, prepare
+from integrations.easyocr.reading import Readings, read_lines
+from integrations.easyocr.scoring import score
+from integrations.easyocr.settings import read_settings
+from integrations.easyocr.standing import Result, Standing
+from integrations.easyocr.stream import MicroBatch, loader
+from plugins.config import AccelConfig
+from plugins.core.checkpoint import seed_everything, sweep, write_atomically
+from plugins.core.interrupt import asked_to_stop
+from plugins.core.ranks import any_rank, from_first, joined
+from plugins.core.report import versions
+from plugins.core.shapes import choose_edges
+from plugins.core.update import NonFiniteGradient
+from plugins.errors import AccelError
+from plugins.loop import Accelerated
+
+WIDTH_STEP = 8  # px; bucket edges are its multiples
+MOST_BUCKETS = 16  # shapes of an eager run
+ROOM = 2  # graphs of the compile budget that are left for partial batches
+SHOW_EVERY = 10  # updates
+
+
+def fit(
+    config: str | Path | dict[str, Any],
+    *,
+    train: Any = None,
+    valid: Any = None,
+    resume: bool | str | Path = False,
+    say: Callable[[str], None] = print,
+    **options: Any,
+) -> Result:
+    """Trains until `num_iter` updates, an early stop, or Ctrl-C (which finishes the update and saves everything).
+
+    Args:
+        config: the official yaml, or its keys as a mapping; `accel:` in it holds AccelConfig's fields.
+        train, valid: folders or Hugging Face data sets, instead of the yaml's train_data and valid_data.
+        resume: True goes on from the experiment's own last.pt, a path from that file.
+        options: keys of the yaml and fields of AccelConfig, laid over both.
+
+    Raises:
+        AccelError: one line that names the file or key, the value and what is allowed; nothing is written then.
+    """
+    fields = {f.alias or name for name, f in AccelConfig.model_fields.items()}
+    try:
+        settings, accel = read_settings(config, **{k: v for k, v in options.items() if k not in fields})
+        chosen = _config({**accel, **{k: v for k, v in options.items() if k in fields}})
+        seed_everything(settings.manualSeed if chosen.seed == "host" else int(chosen.seed))
+        prepared = prepare(settings, train, valid)
+    except EasyOCRError as error:
+        raise AccelError(str(error)) from None
+    last = prepared.folder / "last.pt"
+    start = last if resume is True else Path(resume) if resume else None
+    if start is None and last.is_file():
+        raise AccelError(
+            f"experiment_name={settings.experiment_name}: {last} is there already; resume=True goes on from it, "
+            "another experiment_name or output leaves it alone"
+        )
+    with joined() as rank:
+        return _Run(prepared, chosen, rank, say).train(start)
+
+
+def _config(options: dict[str, Any]) -> AccelConfig:
+    """The settings, with this plug's own defaults: bf16 where the machine has it, and only the features compiled."""
+    chosen = AccelConfig(options.pop("config", None), **options)
+    given, own = chosen.given(), {}
+    if "precision" not in given:
+        own["precision"] = "auto"
+    if chosen.compile_scope == "auto":
+        own["compile_scope"] = ["FeatureExtraction"]  # type: ignore[assignment]
+    return chosen.model_copy(update=own)
+
+
+class _Run:
+    """The loop over one `Prepared`; `train` is the whole of it."""
+
+    def __init__(self, prepared: Prepared, config: AccelConfig, rank: int, say: Callable[[str], None]) -> None:
+        self.prepared, self.settings, self.folder = prepared, prepared.settings, prepared.folder
+        self.rank, self.first = rank, rank == 0
+        self.model = prepared.model.to(_device())
+        self.accel = Accelerated(
+            self.model,
+            optim.optimizer(self.model.parameters(), self.settings),
+            micro_batch=self.settings.batch_size,
+            schedule=optim.schedule(self.settings),
+            host_clip_norm=self.settings.grad_clip,
+            dims=(3,),
+            host="easyocr",
+            say=say if self.first else lambda line: None,
+            config=config,
+        )
+        self.batches = self._batches(config)
+        self.at = Standing(prepared, write_atomically)
+        self.readings: Readings | None = None
+        self.pace = Pace()
+        self.validated = -1  # the update of the last validation
+
+    def _batches(self, config: AccelConfig) -> WidthBatches:
+        widths = self.prepared.lines.widths()
+        widest = max(widths)
+        if config.buckets == "auto":
+            most = max(1, config.recompile_budget - ROOM) if config.compile == "on" else MOST_BUCKETS
+            edges = choose_edges(widths, most, WIDTH_STEP)
+        elif config.buckets == "off":
+            edges = [max(widest, self.settings.imgW)]
+        else:
+            last = min((edge for edge in config.buckets if edge >= widest), default=widest)
+            edges = [*(edge for edge in config.buckets if edge < widest), last]
+        self.accel.session.report.shapes.buckets = edges
+        return WidthBatches(
+            widths,
+            edges,
+            self.settings.batch_size,
+            sizes=[len(part.lines) for part in self.prepared.sets],
+            shares=self.settings.batch_ratio,
+            usage=self.settings.total_data_usage_ratio,
+            seed=self.settings.manualSeed,
+        )
+
+    def train(self, start: Path | None) -> Result:
+        """Trains, and leaves every file of the experiment folder, also when it stops early."""
+        try:
+            if start is not None:
+                self._resume(start)
+            self.folder.mkdir(parents=True, exist_ok=True)
+            sweep(self.folder)
+            for note in self.prepared.notes:
+                self.accel.session.warn(note)
+            board = self._board()
+        except BaseException:
+            self.accel.end()
+            raise
+        try:
+            stopped = self._loop(board)
+            if stopped != "interrupted" and self.validated != self.accel.updates:
+                self._validate(board)
+            elif self.first:
+                self._save()
+            if self.at.infeasible:
+                self.accel.session.warn(
+                    f"{self.at.infeasible} times a label needed more frames than its crop gives: no gradient from it"
+                )
+            if self.first:
+                self.at.draw(self.readings)
+        except NonFiniteGradient as error:
+            raise AccelError(f"nonfinite=stop: {error}; the last save is untouched") from None
+        finally:
+            board.close()
+            report = self.accel.end(self.folder if self.first else None)
+        return self.at.result(self.accel.updates, stopped, report)
+
+    def _loop(self, board: Board) -> str:
+        """Updates until the end of the training; returns why it stopped."""
+        settings, accel = self.settings, self.accel
+        accel.train()
+        with asked_to_stop() as asked:
+            for batch in self._stream():
+                if accel.updates >= settings.num_iter:
+                    break
+                if self._micro_batch(batch) is None:
+                    continue
+                if self.first and accel.updates % SHOW_EVERY == 0:
+                    board.training(accel.updates, self.pace.mean_loss, self._rate(), self.pace.speed)
+                if accel.updates % settings.valInterval == 0:
+                    self._validate(board)
+                    if settings.patience and self.at.stale >= settings.patience:
+                        return "patience"
+                if any_rank(asked.is_set(), accel.device):
+                    return "interrupted"
+        return "num_iter"
+
+    def _stream(self) -> Iterator[MicroBatch]:
+        """This rank's micro-batches from where the run stands: every `world`-th of the common order, without end."""
+        world = self.accel.world
+        mine = islice(self.batches.from_position(self.at.position * world), self.rank, None, world)
+        return iter(loader(self.prepared.lines, mine, self.settings.workers, pin=self.accel.device.type == "cuda"))
+
+    def _micro_batch(self, batch: MicroBatch) -> Any:
+        """Forward and backward; the update's outcome where this one closed a window, else None."""
+        accel, at = self.accel, self.at
+        at.position += 1
+        at.infeasible += batch.infeasible
+        for line in at.lost(batch.unreadable):
+            accel.session.warn(line)
+        if not len(batch):
+            return self._nothing()
+        with accel.forward(batch.images, padding=batch.padding * batch.images.shape[2]) as images:
+            batch.images = images
+        return accel.backward(self._losses(batch), weight=len(batch))
+
+    def _losses(self, batch: MicroBatch) -> Iterator[tuple[Tensor, int]]:
+        """(mean loss, samples) of the micro-batch's parts, each as large as one forward may be."""
+        most_px = self.settings.most_px(half=self.accel.dtype is not None)
+        for part in batch.parts(most_px):
+            with self.accel.autocast():
+                logits = read(self.model, part.images)
+            loss = ctc_loss(logits, part.classes.to(self.accel.device), part.lengths)
+            self.pace.add(loss.detach(), len(part))
+            yield loss, len(part)
+
+    def _nothing(self) -> Any:
+        """A micro-batch whose pictures were all lost: skipped alone; among ranks it counts, with no weight."""
+        if len(self.at.unreadable) >= self.batches.lines_per_epoch:
+            raise AccelError(f"train_data: none of its pictures can be decoded, such as {self.at.unreadable[0]}")
+        if self.accel.world == 1:
+            return None
+        touched = torch.stack([p.sum() for p in self.model.parameters() if p.requires_grad])
+        return self.accel.backward(touched.sum() * 0.0, weight=0)
+
+    def _validate(self, board: Board) -> None:
+        """Reads the validation lines as the Reader does; rank 0 scores, saves and tells the others."""
+        if self.first:
+            self.readings = self._read()
+            found = score(self.readings.texts, self.readings.labels)
+            row = Row(
+                self.accel.updates,
+                self.batches.locate(self.at.position * self.accel.world)[0],
+                self.pace.mean_loss,
+                self.readings.loss,
+                found.accuracy,
+                found.similarity,
+                self._rate(),
+                self.pace.speed,
+                self.at.infeasible,
+            )
+            board.validated(row, self.readings.samples(self.prepared.valid))
+            self.at.keep(found, self.accel.weights)
+            self._save()
+        self.validated = self.accel.updates
+        self.pace.reset()
+        self.at.stale = from_first(self.at.stale, self.accel.device)
+
+    def _read(self) -> Readings:
+        prepared = self.prepared
+        with self.accel.validation() as model:
+            return read_lines(
+                model,
+                prepared.valid,
+                prepared.preprocess,
+                prepared.codec,
+                self.accel.device,
+                batch_size=self.settings.batch_size,
+                decode=self.settings.decode,
+            )
+
+    def _save(self) -> None:
+        if self.at.exported is None:  # stopped before the first validation: the Reader gets what there is
+            self.at.export(self.accel.weights())
+        self.accel.save(self.folder / "last.pt", order=self._order(), **self.at.state())
+
+    def _order(self) -> list[Any]:
+        """What the order of batches depends on."""
+        seed, size = self.settings.manualSeed, self.settings.batch_size
+        return [seed, size, self.batches.used, self.batches.edges.tolist(), self.accel.world]
+
+    def _resume(self, path: Path) -> None:
+        extra = self.accel.resume(path)
+        there, here = extra.get("characters"), self.prepared.characters
+        if there != here:
+            raise AccelError(f"{path}: its character set is {there!r}, the configuration's is {here!r}")
+        self.at.load(extra)
+        self.validated = self.at.history[-1].update if self.at.history else -1
+        if extra["order"] != self._order():
+            self.at.position = 0
+            self.accel.session.warn(
+                f"{path}: data, batch size, seed, buckets or processes changed since: the order of lines begins anew"
+            )
+
+    def _board(self) -> Board:
+        self.accel.session.report.versions = versions("easyocr", "torchvision")
+        return Board(
+            self.folder,
+            self.settings.num_iter,
+            rows=self.at.history,
+            writer=write_atomically,
+            tensorboard=self.settings.tensorboard and self.first,
+            progress=self.settings.progress and self.first,
+        )
+
+    def _rate(self) -> float:
+        return float(self.accel.optimizer.param_groups[0]["lr"])
+
+
+def _device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")

@@ -1,0 +1,310 @@
+"""Accelerated: compile, autocast, accumulation, clipping, EMA, schedule, save and resume for a hand-written loop.
+
+    accel = Accelerated(model, optimizer, accumulate=4, precision="auto", ema=0.999)
+    for images, labels in loader:
+        with accel.forward(images, labels) as (images, labels):
+            loss = criterion(model(images), labels)
+        accel.backward(loss, weight=len(images))      # the fourth one is an update
+    accel.end("runs/mine")
+
+Any model, any loss that is a mean over `weight` targets. Several processes: initialise torch.distributed, give the
+bare model and each process its own batches; gradients are reduced once an update.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
+
+from plugins.config import AccelConfig
+from plugins.core import checkpoint, precision
+from plugins.core.compile import CompileRefused
+from plugins.core.ema import EMA
+from plugins.core.ranks import same_start
+from plugins.core.report import versions
+from plugins.core.session import Session
+from plugins.core.update import Outcome
+from plugins.errors import AccelError
+
+SCHEMA = 1
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Accelerated:
+    """One training run of `model`, which stays the object it is.
+
+    Args:
+        model: the bare module, on its device, frozen parameters already frozen. Not a DistributedDataParallel.
+        optimizer: any torch optimizer.
+        micro_batch: samples a micro-batch; needed for `effective_batch`, and for the report.
+        schedule: a function optimizer -> LRScheduler; stepped once an update.
+        host_clip_norm: L2 norm where `clip_norm=host` (the default); None leaves gradients untouched then.
+        dims: dimensions of the input that vary, for the compiler (3 is the width of [B, C, H, W]).
+        host: name of the plug in the report. say: shows a line to the user.
+        config: an accel.yaml, or an AccelConfig. options: AccelConfig's fields.
+
+    Raises:
+        AccelError: an unknown option, a bad value, or one that this run cannot honour.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        micro_batch: int | None = None,
+        schedule: Callable[[torch.optim.Optimizer], LRScheduler] | None = None,
+        host_clip_norm: float | None = None,
+        dims: Iterable[int] = (),
+        host: str = "loop",
+        say: Callable[[str], None] = print,
+        config: AccelConfig | str | Path | None = None,
+        **options: Any,
+    ) -> None:
+        if isinstance(model, nn.parallel.DistributedDataParallel):
+            raise AccelError("model=DistributedDataParallel: give the bare module; gradients are reduced here")
+        self.config = config if isinstance(config, AccelConfig) else AccelConfig(config, **options)
+        self.model, self.optimizer = model, optimizer
+        self.device = next(model.parameters()).device
+        self.world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+        if self.config.seed != "host":
+            checkpoint.seed_everything(int(self.config.seed))
+        self.accumulate = self._micro_batches_an_update(micro_batch)
+        self._scale_rate()
+        self.scheduler = schedule(optimizer) if schedule is not None else None
+        chosen = self._chosen()
+        self.dtype = DTYPES.get(chosen.precision)
+        self.channels_last = chosen.memory_format == "channels_last"
+        if self.channels_last:
+            model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        if self.world > 1:
+            same_start(model)
+        self.average = EMA(model, float(self.config.ema)) if self.config.ema not in ("host", "off") else None
+        self._validating = self._entered = False
+        self.session = Session(chosen, host, say)
+        self.session.start_plan(self.device)
+        try:
+            self.session.model_ready(
+                model,
+                optimizer,
+                device=self.device,
+                micro_batch=micro_batch or 0,
+                size=self.accumulate,
+                clip_norm=host_clip_norm,
+                scaler=torch.amp.GradScaler(self.device.type) if chosen.precision == "fp16" else None,
+                average=self.average,
+                dims=dims,
+                takes=lambda args: not self._validating or self.config.validate_ == "compiled",
+                sync=self.world > 1,
+            )
+        except CompileRefused as error:
+            raise AccelError(str(error)) from None
+        self._describe()
+
+    # -- training ------------------------------------------------------------------------------------------------
+
+    @property
+    def updates(self) -> int:
+        """Windows closed so far, skipped ones included."""
+        return self.session.updates
+
+    @contextmanager
+    def forward(self, *inputs: Tensor, padding: int = 0) -> Iterator[Any]:
+        """Gives the inputs on the model's device and in its memory format, and runs what is inside in autocast.
+
+        The first input is the micro-batch, [B, ...], `padding` of its elements being padding. The forward pass and
+        the loss belong inside, backward outside. Inside `validation` nothing is counted.
+        """
+        if inputs and not self._validating:
+            self._enter(inputs[0].shape[0])
+            self.session.shape(inputs[0].shape, padding)
+        moved = [self.moved(value) for value in inputs]
+        with self.autocast():
+            yield moved[0] if len(moved) == 1 else tuple(moved)
+
+    def _enter(self, samples: int) -> None:
+        if not self.session.report.window.micro_batch:
+            self.session.describe_window(samples)
+        self.session.micro_batch(samples)
+        self._entered = True
+
+    def moved(self, value: Tensor) -> Tensor:
+        value = value.to(self.device, non_blocking=True)
+        if self.channels_last and value.dim() == 4:
+            value = value.contiguous(memory_format=torch.channels_last)
+        return value
+
+    def autocast(self) -> Any:
+        """Autocast in the run's precision; nothing in fp32."""
+        return torch.autocast(self.device.type, dtype=self.dtype) if self.dtype is not None else nullcontext()
+
+    def backward(self, loss: Tensor | Iterable[tuple[Tensor, float]], weight: float | Tensor) -> Outcome | None:
+        """Backward of one micro-batch; the window's last one is an update, and then says what it came to.
+
+        Args:
+            loss: 0-dim mean over `weight` targets (samples, tokens, pixels). Or, where a micro-batch is too large for
+                one forward, its parts one after the other: (mean loss, targets), each computed when it is asked for.
+            weight: those targets; a window's update is the gradient of the mean over all its targets.
+        """
+        if torch.is_autocast_enabled(self.device.type):
+            raise AccelError("backward: called inside autocast; leave accel.forward first, backward belongs outside")
+        if not self._entered:
+            self._enter(int(weight))
+        self._entered = False
+        factor = self.session.mean(weight)
+        if self.world > 1 and self.session.window.weighted:
+            factor = factor * self.world  # the core averages gradients over ranks; the big batch's are their sum
+        scaler = self.session.update.scaler
+        for part, targets in [(loss, weight)] if isinstance(loss, Tensor) else loss:
+            share = factor if targets is weight else factor * (targets / weight)
+            weighted = part * share if isinstance(share, Tensor) or share != 1.0 else part
+            (scaler.scale(weighted) if scaler is not None else weighted).backward()
+        outcome = self._closed(self.session.backward_done())
+        self.session.idle()
+        return outcome
+
+    def flush(self) -> Outcome | None:
+        """Closes a window that is not full; None when it is empty."""
+        return self._closed(self.session.close())
+
+    def _closed(self, outcome: Outcome | None) -> Outcome | None:
+        if outcome is not None and self.scheduler is not None:
+            self.scheduler.step()
+        return outcome
+
+    # -- validation ----------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def validation(self) -> Iterator[nn.Module]:
+        """The model in eval mode, with the averaged weights where there is an EMA; all is put back after it."""
+        training, self._validating = self.model.training, True
+        swapped = self.average.swapped() if self.average is not None else nullcontext()
+        try:
+            with self.session.validation(), swapped, torch.no_grad():
+                self.model.eval()
+                yield self.model
+        finally:
+            self._validating = False
+            self.train(training)
+
+    def train(self, mode: bool = True) -> None:
+        """Training mode; BatchNorm layers that the settings freeze stay in eval mode."""
+        self.model.train(mode)
+        self.session.statistics.apply(self.accumulate)
+
+    def weights(self) -> dict[str, Tensor]:
+        """What to ship: the averaged weights where there is an EMA, else the live ones; the model's own names."""
+        with self.average.swapped() if self.average is not None else nullcontext():
+            return {name: value.detach().clone() for name, value in self.model.state_dict().items()}
+
+    # -- save and resume -----------------------------------------------------------------------------------------
+
+    def save(self, path: str | Path, **extra: Any) -> Path:
+        """Writes everything that a bit-for-bit resume needs, atomically; `extra` holds plain values and tensors.
+
+        The weights lie under "model" with the model's own names; the file loads with `weights_only=True`.
+        """
+        state = {"accel": SCHEMA, **self.session.state_dict(), "extra": extra}
+        if self.scheduler is not None:
+            state["scheduler"] = self.scheduler.state_dict()
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        checkpoint.write_atomically(path, lambda file: torch.save(state, file))
+        if str(path) not in self.session.report.checkpoints:
+            self.session.report.checkpoints.append(str(path))
+        return path
+
+    def resume(self, path: str | Path) -> dict[str, Any]:
+        """Goes on where `save` stopped, random state included; returns `extra`.
+
+        Raises:
+            AccelError: a missing, damaged or foreign file, or one of another model; nothing is changed then.
+        """
+        state = _read(Path(path))
+        own = self.model.state_dict()
+        odd = next((n for n in {**own, **state["model"]} if _shape(own, n) != _shape(state["model"], n)), None)
+        if odd is not None:
+            raise AccelError(
+                f"{path}: of another model: {odd} is {_shape(state['model'], odd)} there, {_shape(own, odd)} here"
+            )
+        if bool(state["average"]) != (self.average is not None):
+            there = "with" if state["average"] else "without"
+            raise AccelError(f"ema={self.config.ema}: {path} was saved {there} an EMA; resume with the same setting")
+        self.session.load_state_dict(state)
+        if self.scheduler is not None and "scheduler" in state:
+            self.scheduler.load_state_dict(state["scheduler"])
+        checkpoint.set_random_state(state["random"])
+        return dict(state["extra"])
+
+    def end(self, folder: str | Path | None = None) -> Path | None:
+        """Takes everything off the model and writes accel_report.* into `folder`; safe to call twice."""
+        return self.session.end(Path(folder) if folder is not None else None)
+
+    def __enter__(self) -> Accelerated:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if kind is None:
+            self.flush()
+        self.end()
+
+    # -- settings into facts -------------------------------------------------------------------------------------
+
+    def _micro_batches_an_update(self, micro_batch: int | None) -> int:
+        wanted = self.config.effective_batch
+        if wanted == "host":
+            return 1 if self.config.accumulate == "host" else int(self.config.accumulate)
+        if micro_batch is None:
+            raise AccelError(f"effective_batch={wanted}: needs micro_batch, the samples that each backward sees")
+        return max(1, math.ceil(int(wanted) / (micro_batch * self.world)))
+
+    def _scale_rate(self) -> None:
+        if self.config.lr_scale == "off":
+            return
+        factor = self.accumulate if self.config.lr_scale == "linear" else math.sqrt(self.accumulate)
+        for group in self.optimizer.param_groups:
+            group["lr"] *= factor
+
+    def _chosen(self) -> AccelConfig:
+        """The settings with `auto` resolved for this device: the loop is the user's, so nothing can be tried on it."""
+        if isinstance(self.config.plan, Path):
+            raise AccelError(f"plan={self.config.plan}: not in this loop; give precision and memory_format")
+        try:
+            dtype = precision.resolve(self.config.precision, self.device)
+        except precision.Unsupported as error:
+            raise AccelError(str(error)) from None
+        convolutions = any(isinstance(module, nn.Conv2d) for module in self.model.modules())
+        wanted = self.config.memory_format != "host" and convolutions
+        layout = "channels_last" if wanted else "host"
+        return self.config.model_copy(update={"plan": "off", "precision": dtype, "memory_format": layout})
+
+    def _describe(self) -> None:
+        report = self.session.report
+        report.versions = versions()
+        report.config = self.config.dump()
+        report.ema.decay = self.average.decay if self.average is not None else None
+
+
+def _shape(state: dict[str, Any], name: str) -> Any:
+    return list(state[name].shape) if name in state else "missing"
+
+
+def _read(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise AccelError(f"{path}: no such file; expected a checkpoint that `save` wrote")
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise AccelError(f"{path}: not readable as a checkpoint: {str(error).splitlines()[0]}") from None
+    if not isinstance(state, dict) or state.get("accel") != SCHEMA:
+        raise AccelError(f"{path}: not a checkpoint of schema {SCHEMA} that `save` wrote")
+    return state

@@ -1,0 +1,137 @@
+"""Reading labels and pictures; the cases 936, 1056, 580, 1143 and 757."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from integrations.easyocr import data
+from integrations.easyocr.charset import characters_of
+from integrations.easyocr.data import Skipped, keep_trainable, leaves, read_any, read_folder
+from integrations.easyocr.errors import EasyOCRError
+from integrations.easyocr.settings import read_settings
+from tests.easyocr.conftest import CASES, STOCK_CHARACTERS, draw, write_folder
+
+
+def expected(name):
+    return json.loads((CASES / name / "expected.json").read_text(encoding="utf-8"))
+
+
+def served(folder, **options):
+    """Labels that a run over `folder` would train on."""
+    settings, _ = read_settings(options)
+    skipped = Skipped()
+    lines = read_folder(folder, "train_data", skipped)
+    characters = characters_of(settings, [line.label for line in lines.lines])
+    return [line.label for line in keep_trainable(lines, characters, settings, skipped).lines], skipped
+
+
+@pytest.mark.parametrize("name", ["936_digits", "1056_commas", "580_bom"])
+def test_labels_are_text_as_written(case, name):
+    labels, skipped = served(case(name))
+    assert labels == expected(name)["labels"]
+    assert not skipped.counts
+
+
+def test_580_a_wrong_delimiter_is_told(case):
+    with pytest.raises(EasyOCRError) as error:
+        read_folder(case("580_semicolon"), "train_data", Skipped())
+    assert all(part in str(error.value) for part in expected("580_semicolon")["error_names"])
+
+
+def test_1143_an_upper_case_set_keeps_everything(case):
+    right, folder = expected("1143_uppercase"), case("1143_uppercase")
+    for sensitive in (right["sensitive"], False):
+        labels, _ = served(folder, number=right["characters"], sensitive=sensitive)
+        assert labels == right["labels"]
+
+
+def test_757_filtering_off_serves_every_row(case):
+    right = expected("757_unfiltered")
+    labels, _ = served(case("757_unfiltered"), data_filtering_off=right["data_filtering_off"], batch_max_length=3)
+    assert labels == right["labels"]
+
+
+def test_what_is_left_out_is_counted_and_listed(tmp_path):
+    folder = write_folder(tmp_path / "x", ["12", "a7", "1234567"])
+    (folder / "bad.png").write_bytes(b"no picture")
+    with (folder / "labels.csv").open("a", encoding="utf-8") as file:
+        file.write("gone.png,5\nbad.png,6\n0.png,\n")
+    labels, skipped = served(folder, number="0123456789", batch_max_length=5)
+    assert labels == ["12"]
+    told = " | ".join(skipped.sentences())
+    assert "1 left out, missing image: " in told
+    assert "gone.png" in told
+    assert "corrupt image" in told
+    assert "characters outside the set (a)" in told
+    assert "longer than batch_max_length=5" in told
+    assert "empty label" in told
+
+
+def test_errors_name_the_file(tmp_path):
+    with pytest.raises(EasyOCRError, match="no such folder"):
+        leaves(tmp_path / "none")
+    with pytest.raises(EasyOCRError, match=r"no labels.csv"):
+        leaves(tmp_path)
+    folder = write_folder(tmp_path / "x", ["abc"])
+    with pytest.raises(EasyOCRError, match=r"no line is left to train on .*characters outside the set"):
+        served(folder, number="0123456789")
+    (folder / "labels.csv").write_text("filename,words\nno comma here\n")
+    with pytest.raises(EasyOCRError, match=r"labels.csv: line 2 is 'no comma here'"):
+        read_folder(folder, "train_data", Skipped())
+    (folder / "labels.csv").write_bytes("filename,words\n0.png,café\n".encode("latin-1"))
+    with pytest.raises(EasyOCRError, match="not UTF-8"):
+        read_folder(folder, "train_data", Skipped())
+
+
+def test_leaf_folders_at_any_depth(tmp_path):
+    write_folder(tmp_path / "all" / "a" / "deep", ["1", "2"])
+    write_folder(tmp_path / "all" / "b", ["3"])
+    lines = read_folder(tmp_path / "all", "train_data", Skipped())
+    assert [line.label for line in lines.lines] == ["1", "2", "3"]
+    assert lines.grey(0).dtype == np.uint8
+
+
+def test_a_picture_lying_on_its_side_has_the_size_that_the_reader_sees(tmp_path):
+    folder = write_folder(tmp_path / "x", ["12"])
+    picture, exif = draw("12345"), Image.Exif()
+    exif[0x0112] = 6
+    picture.save(folder / "0.jpg", exif=exif)
+    (folder / "labels.csv").write_text("filename,words\n0.jpg,12345\n")
+    lines = read_folder(folder, "train_data", Skipped())
+    assert (lines.lines[0].height, lines.lines[0].width) == lines.grey(0).shape == picture.size
+
+
+def test_hugging_face_data_sets(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    pictures = [draw("0012"), draw("NA")]
+    source = datasets.Dataset.from_dict(
+        {"image": pictures, "text": ["0012", "NA"]},
+        features=datasets.Features({"image": datasets.Image(), "text": datasets.Value("string")}),
+    )
+    source.save_to_disk(str(tmp_path / "saved"))
+    settings, _ = read_settings({})
+    for given in (source, str(tmp_path / "saved")):
+        lines = read_any(given, "train", settings, Skipped())
+        assert [line.label for line in lines.lines] == ["0012", "NA"]
+        assert [(line.width, line.height) for line in lines.lines] == [p.size for p in pictures]
+        assert np.array_equal(lines.grey(1), np.asarray(pictures[1]))
+    with pytest.raises(EasyOCRError, match="text_column=words: no such column in train; allowed are image, text"):
+        read_any(source, "train", read_settings({"text_column": "words"})[0], Skipped())
+
+
+def test_character_sets():
+    assert characters_of(read_settings({"lang_char": "None"})[0], ["ba", "c1"]) == "1abc"
+    assert characters_of(read_settings({"number": "10", "symbol": "a1"})[0], []) == "10a1"  # order and duplicates kept
+    with pytest.raises(EasyOCRError, match="the character set is empty"):
+        characters_of(read_settings({"lang_char": ""})[0], [])
+    with pytest.raises(EasyOCRError, match=r"entry 1 is '\\n'"):
+        characters_of(read_settings({"number": "0\n"})[0], [])
+
+
+def test_insensitive_folds_to_the_case_that_the_set_holds():
+    assert data.fold_case("Ab1", STOCK_CHARACTERS) == "ab1"
+    assert data.fold_case("Ab1", "ABC1") == "AB1"

@@ -1,0 +1,270 @@
+"""The loop as a whole; the cases 916 and 923, every bad input, and what a run leaves behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+from PIL import Image
+
+from integrations.easyocr.board import Board
+from plugins.easyocr import fit
+from plugins.errors import AccelError
+from tests.easyocr.conftest import write_folder
+
+SILENT = {"say": lambda line: None}
+
+
+def flat(value, path=""):
+    """(path, leaf) of everything in a checkpoint, timings excepted."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            if key not in ("history", "config"):
+                yield from flat(inner, f"{path}/{key}")
+    elif isinstance(value, (list, tuple)):
+        for number, inner in enumerate(value):
+            yield from flat(inner, f"{path}/{number}")
+    else:
+        yield path, value
+
+
+def assert_same_state(a, b):
+    ours, theirs = (dict(flat(torch.load(path, weights_only=True))) for path in (a, b))
+    assert ours.keys() == theirs.keys()
+    for path, value in ours.items():
+        same = torch.equal(value, theirs[path]) if isinstance(value, torch.Tensor) else value == theirs[path]
+        assert same, path
+
+
+def interrupt_at_show(monkeypatch):
+    """Ctrl-C when the board is next shown, which is at update 10."""
+    original = Board.training
+
+    def training(self, *args):
+        original(self, *args)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(Board, "training", training)
+
+
+@pytest.mark.parametrize("extra", [{}, {"workers": 2, "augment": True, "optim": "adamw"}])
+def test_916_an_interrupted_run_that_is_resumed_equals_the_straight_one(tiny, monkeypatch, extra):
+    options = {
+        **tiny, **extra, "num_iter": 20, "valInterval": 4, "schedule": "onecycle", "warmup": 3,
+        "accel": {"precision": "fp32", "ema": 0.9, "accumulate": 2},
+    }  # fmt: skip
+    straight = fit({**options, "output": tiny["output"] + "_straight"}, **SILENT)
+    with monkeypatch.context() as patch:
+        interrupt_at_show(patch)
+        half = fit(options, **SILENT)
+    assert (half.stopped, half.updates) == ("interrupted", 10)
+    assert all(file.is_file() for file in half.exported.files)
+    whole = fit(options, resume=True, **SILENT)
+    assert (whole.stopped, whole.updates) == ("num_iter", 20)
+    assert [row.update for row in whole.history] == [row.update for row in straight.history] == [4, 8, 12, 16, 20]
+    assert_same_state(whole.folder / "last.pt", straight.folder / "last.pt")
+    for a, b in zip(whole.exported.files[:2], straight.exported.files[:2], strict=True):
+        assert a.read_bytes() == b.read_bytes()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_923_training_goes_on_past_the_first_epoch(tiny, workers):
+    result = fit(tiny, workers=workers, num_iter=15, valInterval=5, **SILENT)
+    assert [row.epoch for row in result.history] == [0, 1, 2]  # 24 lines, batches of 4
+    assert result.updates == 15
+
+
+def test_what_a_run_leaves_behind(tiny):
+    result = fit(tiny, tensorboard=True, accumulate=2, ema=0.9, **SILENT)
+    here = result.folder
+    for name in ("last.pt", "best_accuracy.pth", "best_norm_ED.pth", "log.csv", "curves.png", "mistakes.png",
+                 "accel_report.json", "accel_report.html", "model/tiny_numbers.pth",
+                 "user_network/tiny_numbers.yaml", "user_network/tiny_numbers.py"):  # fmt: skip
+        assert (here / name).stat().st_size > 0, name
+    assert list((here / "tensorboard").iterdir())
+    assert not list(here.glob(".*.tmp"))
+    Image.open(here / "mistakes.png").verify()
+    assert (here / "log.csv").read_text().splitlines()[0].startswith("update,epoch,train_loss,valid_loss,accuracy")
+    state = torch.load(here / "last.pt", weights_only=True)
+    assert not [name for name in state["model"] if "_orig_mod" in name or name.startswith("module.")]
+    report = json.loads((here / "accel_report.json").read_text())
+    assert report["window"]["updates"] == 6
+    assert report["window"]["micro_batches"] == 12
+    assert report["window"]["exact"]
+    assert report["gradients"]["clip_norm"] == 5.0
+    assert len({shape[3] for shape in report["shapes"]["seen"]}) <= len(report["shapes"]["buckets"]) <= 16
+    assert 0 <= report["shapes"]["padding_fraction"] < 0.5
+    reader = result.reader(detector=False)
+    assert reader.character == "0123456789"
+
+
+def test_the_reader_holds_the_weights_that_validated_best(tiny):
+    result = fit(tiny, ema=0.9, **SILENT)
+    best = torch.load(result.folder / "best_accuracy.pth", weights_only=True)
+    read = torch.load(result.exported.files[0], weights_only=True)
+    assert all(torch.equal(best[name], read[name]) for name in best)
+
+
+def test_early_stopping(tiny):
+    result = fit(tiny, lr=1e-12, num_iter=50, valInterval=2, patience=2, **SILENT)
+    assert (result.stopped, result.updates) == ("patience", 6)
+
+
+def test_an_infinite_gradient_is_skipped(tiny, monkeypatch):
+    from plugins import easyocr as plug
+
+    real, calls = plug.ctc_loss, []
+
+    def sometimes(logits, *labels):
+        calls.append(1)
+        return real(logits, *labels) * (float("inf") if len(calls) == 3 else 1.0)
+
+    monkeypatch.setattr(plug, "ctc_loss", sometimes)
+    result = fit(tiny, **SILENT)
+    report = json.loads(result.report.read_text())
+    assert report["window"]["skipped_updates"] == 1
+    assert all(t.isfinite().all() for t in torch.load(result.exported.files[0], weights_only=True).values())
+    calls.clear()
+    with pytest.raises(AccelError, match="nonfinite=stop"):
+        fit(tiny, nonfinite="stop", output=tiny["output"] + "_stop", **SILENT)
+
+
+def test_infeasible_labels_and_lost_pictures_are_counted_and_training_goes_on(tiny, tmp_path):
+    folder = write_folder(tmp_path / "odd", ["11111111111", *["12"] * 11], seed=9)
+    Image.open(folder / "0.png").resize((33, 40)).save(folder / "0.png")
+    lines = []
+    (folder / "5.png").write_bytes((folder / "5.png").read_bytes()[:60])  # its header is whole
+    result = fit({**tiny, "train_data": str(folder)}, say=lines.append)
+    assert result.infeasible > 0
+    assert result.unreadable == [str(folder / "5.png")]
+    assert any("cannot be decoded" in line and "5.png" in line for line in lines)
+    assert any("needed more frames" in line for line in lines)
+
+
+def test_a_set_without_one_good_picture_is_an_error_and_not_an_endless_loop(tiny, tmp_path):
+    for path in (tmp_path / "train").glob("*.png"):
+        path.write_bytes(path.read_bytes()[:60])
+    lines = []
+    with pytest.raises(AccelError, match="none of its pictures can be decoded"):
+        fit(tiny, say=lines.append)
+    assert sum("the picture cannot be decoded" in line for line in lines) == 20
+    assert "more pictures cannot be decoded" in lines[-1]
+
+
+def test_frozen_parts_do_not_move_and_continuing_keeps_weights(tiny, tmp_path):
+    first = fit(tiny, **SILENT)
+    weights = str(first.exported.files[0])
+    second = fit(
+        {**tiny, "output": str(tmp_path / "second"), "saved_model": weights, "freeze_FeatureFxtraction": True},
+        batchnorm="freeze", symbol="-", **SILENT,
+    )  # fmt: skip
+    before, after = (torch.load(r.exported.files[0], weights_only=True) for r in (first, second))
+    assert all(torch.equal(before[n], after[n]) for n in before if "FeatureExtraction" in n)
+    assert after["module.Prediction.bias"].numel() == 12
+    assert any("characters added: -" in note for note in second.notes)
+
+
+def test_hugging_face_data_sets_and_the_official_preprocessing(tiny):
+    datasets = pytest.importorskip("datasets")
+    from tests.easyocr.conftest import draw, numbers
+
+    def make(seed):
+        return datasets.Dataset.from_dict(
+            {"image": [draw(n, seed) for n in numbers(8, seed)], "text": numbers(8, seed)},
+            features=datasets.Features({"image": datasets.Image(), "text": datasets.Value("string")}),
+        )
+
+    result = fit(
+        {**tiny, "train_data": "", "valid_data": ""}, train=make(1), valid=make(2), preprocess="official", imgW=160,
+        num_iter=2, **SILENT,
+    )  # fmt: skip
+    assert result.updates == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"train_data": ""}, "train_data=''"),
+        ({"train_data": "no/such/folder"}, "no/such/folder: no such folder"),
+        ({"number": "abc"}, "no line is left to train on"),
+        ({"experiment_name": "test"}, "experiment_name='test'"),
+        ({"lang_list": ["en", "klingon"]}, "'klingon' unknown to EasyOCR"),
+        ({"saved_model": "none.pth"}, "saved_model=none.pth: no such file"),
+        ({"Prediction": "Attn"}, "Prediction='Attn'"),
+        ({"accel": {"compile_mode": "fast"}}, "compile_mode=fast: allowed are"),
+        ({"accel": {"precision": "fp16"}}, "precision=fp16: not on a CPU"),
+        ({"accel": {"compile": "on", "compile_scope": ["nothing*"]}}, "compile_scope=nothing*"),
+        ({"select_data": "no_such"}, "no_such: no such folder"),
+        ({"nonsense": 1}, "nonsense=1: unknown key"),
+    ],
+)
+def test_a_mistake_is_one_line_and_nothing_is_written(tiny, tmp_path, change, told):
+    with pytest.raises(AccelError) as error:
+        fit({**tiny, **change}, **SILENT)
+    assert told in str(error.value)
+    assert "\n" not in str(error.value)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_nothing_written_before_is_lost(tiny):
+    first = fit(tiny, **SILENT)
+    before = (first.folder / "last.pt").read_bytes()
+    with pytest.raises(AccelError, match=r"last.pt is there already; resume=True goes on"):
+        fit(tiny, **SILENT)
+    with pytest.raises(AccelError, match="of another model: FeatureExtraction"):
+        fit({**tiny, "output_channel": 32}, resume=True, **SILENT)
+    with pytest.raises(AccelError, match="its character set is '0123456789'"):
+        fit({**tiny, "number": "9876543210"}, resume=True, **SILENT)
+    with pytest.raises(AccelError, match="saved without an EMA"):
+        fit(tiny, ema=0.9, resume=True, **SILENT)
+    assert (first.folder / "last.pt").read_bytes() == before
+    (first.folder / "last.pt").write_bytes(before[:1000])
+    with pytest.raises(AccelError, match=r"last.pt: not readable as a checkpoint"):
+        fit(tiny, resume=True, **SILENT)
+
+
+def test_a_resumed_run_with_other_data_begins_the_order_anew(tiny, tmp_path):
+    fit(tiny, **SILENT)
+    write_folder(tmp_path / "train", ["123"] * 9, seed=5)
+    lines = []
+    fit(tiny, num_iter=8, resume=True, say=lines.append)
+    assert any("the order of lines begins anew" in line for line in lines)
+
+
+def test_compiled_features_stay_within_the_budget_and_learn_the_same(tiny):
+    options = {"num_iter": 8, "compile": "on", "compile_backend": "eager", "buckets": [64, 96, 128, 192]}
+    compiled = fit(tiny, **options, **SILENT)
+    report = json.loads(compiled.report.read_text())
+    assert report["compile"]["decision"] == "features"
+    assert 1 <= report["compile"]["graphs"] <= report["compile"]["budget"]
+    eager = fit({**tiny, "output": tiny["output"] + "_eager"}, **{**options, "compile": "off"}, **SILENT)
+    ours, theirs = (torch.load(r.folder / "last.pt", weights_only=True)["model"] for r in (compiled, eager))
+    for name, value in theirs.items():
+        torch.testing.assert_close(ours[name], value, rtol=1e-5, atol=1e-6)
+
+
+def test_the_memory_of_many_validations_is_flat(tiny):
+    """20 validations in a process of its own: the resident size after the last is that after the fifth."""
+    script = """
+import json, sys, psutil
+from integrations.easyocr.board import Board
+from plugins.easyocr import fit
+sizes, real = [], Board.validated
+def validated(self, *args):
+    real(self, *args)
+    sizes.append(psutil.Process().memory_info().rss)
+Board.validated = validated
+fit(json.loads(sys.argv[1]), num_iter=20, valInterval=1, say=lambda line: None)
+print(json.dumps(sizes))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script, json.dumps(tiny)], capture_output=True, text=True, check=True, timeout=300
+    )
+    sizes = json.loads(done.stdout.splitlines()[-1])
+    assert len(sizes) == 20
+    assert sizes[-1] - sizes[4] < 24 * 2**20
