@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -29,6 +29,7 @@ from plugins.config import AccelConfig
 from plugins.core import checkpoint, precision
 from plugins.core.compile import CompileRefused
 from plugins.core.ema import EMA
+from plugins.core.planfile import PlanError
 from plugins.core.ranks import same_start
 from plugins.core.report import versions
 from plugins.core.session import Session
@@ -91,8 +92,8 @@ class Accelerated:
         self.average = EMA(model, float(self.config.ema)) if self.config.ema not in ("host", "off") else None
         self._validating = self._entered = False
         self.session = Session(chosen, host, say)
-        self.session.start_plan(self.device)
         try:
+            self.session.start_plan(self.device)
             self.session.model_ready(
                 model,
                 optimizer,
@@ -106,7 +107,7 @@ class Accelerated:
                 takes=lambda args: not self._validating or self.config.validate_ == "compiled",
                 sync=self.world > 1,
             )
-        except CompileRefused as error:
+        except (CompileRefused, PlanError) as error:
             raise AccelError(str(error)) from None
         self._describe()
 
@@ -116,6 +117,20 @@ class Accelerated:
     def updates(self) -> int:
         """Windows closed so far, skipped ones included."""
         return self.session.updates
+
+    def plan(self, loss: Callable[[], Tensor], left: int, shape: Iterable[int]) -> None:
+        """Let compile be measured, at `compile=auto`; call it before the forward of every micro-batch.
+
+        Only the first one of a window is used, and while there is something to decide; nothing of the run is touched.
+
+        Args:
+            loss: forward and loss of the micro-batch at hand; runs in autocast, possibly several times.
+            left: micro-batches still to come, this one included.
+            shape: of the input, [B, ...].
+        """
+        if self.session.window.empty and self.session.planner.waits:
+            self.session.statistics.keep()
+            self.session.plan_window(_Trial(self, loss), left, shape)
 
     @contextmanager
     def forward(self, *inputs: Tensor, padding: int = 0) -> Iterator[Any]:
@@ -275,9 +290,7 @@ class Accelerated:
             group["lr"] *= factor
 
     def _chosen(self) -> AccelConfig:
-        """The settings with `auto` resolved for this device: the loop is the user's, so nothing can be tried on it."""
-        if isinstance(self.config.plan, Path):
-            raise AccelError(f"plan={self.config.plan}: not in this loop; give precision and memory_format")
+        """The settings with precision and layout resolved for this device; `plan` measures compile alone."""
         try:
             dtype = precision.resolve(self.config.precision, self.device)
         except precision.Unsupported as error:
@@ -285,13 +298,30 @@ class Accelerated:
         convolutions = any(isinstance(module, nn.Conv2d) for module in self.model.modules())
         wanted = self.config.memory_format != "host" and convolutions
         layout = "channels_last" if wanted else "host"
-        return self.config.model_copy(update={"plan": "off", "precision": dtype, "memory_format": layout})
+        return self.config.model_copy(update={"precision": dtype, "memory_format": layout})
 
     def _describe(self) -> None:
         report = self.session.report
         report.versions = versions()
         report.config = self.config.dump()
         report.ema.decay = self.average.decay if self.average is not None else None
+
+
+class _Trial:
+    """The micro-batch at hand, for the planner."""
+
+    def __init__(self, accel: Accelerated, loss: Callable[[], Tensor]) -> None:
+        self.accel, self._loss = accel, loss
+
+    def loss(self) -> Tensor:
+        with self.accel.autocast():
+            return self._loss()
+
+    def apply(self, precision: str, memory_format: str) -> None:
+        """Both are settled before the loop begins."""
+
+    def bare(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
 
 def _shape(state: dict[str, Any], name: str) -> Any:

@@ -11,14 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from integrations.huggingface.holding import Held
+
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Layout:
     """Implements the planner's trial on one trainer. `at` names the batch that `loss` runs on."""
 
-    def __init__(self, trainer: Any, model: nn.Module, compute_loss: Any) -> None:
-        self.trainer, self.model, self.compute_loss = trainer, model, compute_loss
+    def __init__(self, trainer: Any, model: nn.Module, compute_loss: Any, held: Held) -> None:
+        self.trainer, self.model, self.compute_loss, self.held = trainer, model, compute_loss, held
         self.precision, self.memory_format = "host", "host"
         self._inputs: dict[str, Any] = {}
 
@@ -44,12 +46,9 @@ class Layout:
             loss: Tensor = self.compute_loss(self.model, inputs, num_items_in_batch=None)
         return loss
 
-    @property
-    def autocast(self) -> tuple[str, torch.dtype] | None:
-        """The host's own autocast, which blocks inside the forward see: device and dtype, or None."""
-        args = self.trainer.args
-        dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
-        return (args.device.type, dtype) if dtype is not None else None
+    def bare(self) -> AbstractContextManager[None]:
+        """Inside, the model is without our patches: to be handed to another process."""
+        return self.held.lifted()
 
     def laid_out(self, inputs: Any) -> Any:
         """Images [B, C, H, W] in the model's own storage order."""
