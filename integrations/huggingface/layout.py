@@ -5,7 +5,8 @@ The host's own autocast lies inside the model's forward. Another precision is an
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -44,12 +45,15 @@ class Layout:
             loss: Tensor = self.compute_loss(self.model, inputs, num_items_in_batch=None)
         return loss
 
-    @property
-    def autocast(self) -> tuple[str, torch.dtype] | None:
-        """The host's own autocast, which blocks inside the forward see: device and dtype, or None."""
-        args = self.trainer.args
-        dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
-        return (args.device.type, dtype) if dtype is not None else None
+    @contextmanager
+    def bare(self) -> Iterator[None]:
+        """Inside, the model is without what was put on the instance: to be pickled."""
+        own = vars(self.model)
+        kept = {name: own.pop(name) for name in ("generate", "zero_grad") if name in own}
+        try:
+            yield
+        finally:
+            own.update(kept)
 
     def laid_out(self, inputs: Any) -> Any:
         """Images [B, C, H, W] in the model's own storage order."""
