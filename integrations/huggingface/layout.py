@@ -49,7 +49,7 @@ class Layout:
     def bare(self) -> Iterator[None]:
         """Inside, the model is without what was put on the instance: to be pickled."""
         own = vars(self.model)
-        kept = {name: own.pop(name) for name in ("generate", "zero_grad") if name in own}
+        kept: dict[str, Any] = {name: own.pop(name) for name in ("generate", "zero_grad") if name in own}
         try:
             yield
         finally:
