@@ -178,11 +178,11 @@ class Adapter:
         self.losses = Losses(trainer, self.config.normalise == "exact", self._approximate)
         self.losses.seam = session
         self.average = self.tools.average(model)
-        self.on_model = Held(model)
-        self.layout = Layout(trainer, model, trainer.compute_loss, self.on_model)
+        self.layout = Layout(trainer, model, trainer.compute_loss)
         self.windows = Windows(trainer, session, self.losses, self.layout, self.config.batchnorm == "precise")
         saving = Saving(trainer, session, self.average, self._averaged)
         self._install_run(saving)
+        self.on_model = Held(model)
         if self.config.compile != "off":
             self._prepare_for_compile(model)
         self.layout.apply(*session.start_plan(args.device))

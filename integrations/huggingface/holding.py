@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 
 from integrations.patches import Patches
@@ -69,10 +68,6 @@ class Held:
     def value(self, name: str, value: Any) -> None:
         """Set an attribute on the instance."""
         self._patches.put(self.target, name, value)
-
-    def lifted(self) -> AbstractContextManager[None]:
-        """Inside, the object is without its patches."""
-        return self._patches.lifted(self.target)
 
     def undo(self) -> None:
         """Put everything back, the latest patch first. Safe to call twice."""

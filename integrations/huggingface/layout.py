@@ -5,13 +5,12 @@ The host's own autocast lies inside the model's forward. Another precision is an
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-
-from integrations.huggingface.holding import Held
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -19,8 +18,8 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 class Layout:
     """Implements the planner's trial on one trainer. `at` names the batch that `loss` runs on."""
 
-    def __init__(self, trainer: Any, model: nn.Module, compute_loss: Any, held: Held) -> None:
-        self.trainer, self.model, self.compute_loss, self.held = trainer, model, compute_loss, held
+    def __init__(self, trainer: Any, model: nn.Module, compute_loss: Any) -> None:
+        self.trainer, self.model, self.compute_loss = trainer, model, compute_loss
         self.precision, self.memory_format = "host", "host"
         self._inputs: dict[str, Any] = {}
 
@@ -46,9 +45,15 @@ class Layout:
             loss: Tensor = self.compute_loss(self.model, inputs, num_items_in_batch=None)
         return loss
 
-    def bare(self) -> AbstractContextManager[None]:
-        """Inside, the model is without our patches: to be handed to another process."""
-        return self.held.lifted()
+    @contextmanager
+    def bare(self) -> Iterator[None]:
+        """Inside, the model is without what was put on the instance: to be pickled."""
+        own = vars(self.model)
+        kept: dict[str, Any] = {name: own.pop(name) for name in ("generate", "zero_grad") if name in own}
+        try:
+            yield
+        finally:
+            own.update(kept)
 
     def laid_out(self, inputs: Any) -> Any:
         """Images [B, C, H, W] in the model's own storage order."""

@@ -101,7 +101,7 @@ def test_ranks_stay_in_step_and_reduce_once_an_update(two_ranks):
     found = two_ranks["in_step"]
     assert found["apart"] == 0.0
     assert found["reductions"] == 3
-    assert found["files"] == ["accel_report.html", "accel_report.json", "checkpoint-2", "checkpoint-3"]
+    assert [name for name in found["files"] if not name.startswith("accel_")] == ["checkpoint-2", "checkpoint-3"]
 
 
 def test_ranks_see_the_same_bucket_and_the_ragged_tail_is_exact(two_ranks):
