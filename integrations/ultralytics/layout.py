@@ -6,7 +6,8 @@ host's settings (which are saved and resumed) changes.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -18,10 +19,10 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Layout:
-    """Wraps `model.loss`. `apply` switches at any window's start; `at` names the batch that `loss` runs on."""
+    """A trial of one trainer; wraps `model.loss`. `at` names the batch that `loss` runs on."""
 
     def __init__(self, trainer: Any, model: nn.Module, patches: Patches) -> None:
-        self.trainer, self.model = trainer, model
+        self.trainer, self.model, self.patches = trainer, model, patches
         self.precision, self.memory_format = "host", "host"
         self._batch: dict[str, Any] = {}
         self._own: Any = patches.put(model, "loss", self._loss)
@@ -42,23 +43,28 @@ class Layout:
             average._pairs = None  # it caches tensors, and these have new storages
             self.memory_format = memory_format
 
-    @property
-    def autocast(self) -> tuple[str, torch.dtype] | None:
-        """The host's own autocast around the loop: device and dtype, or None."""
-        if not self.trainer.amp:
-            return None
-        return self.trainer.device.type, torch.bfloat16 if self.trainer.args.amp == "bf16" else torch.float16
-
     def at(self, batch: dict[str, Any]) -> Layout:
         self._batch = batch
         return self
 
     def loss(self) -> Tensor:
         """Forward and loss of a trial, in the autocast that the host's loop would give it."""
-        host = self.autocast
-        with torch.autocast(host[0], dtype=host[1]) if host else nullcontext():
+        trainer = self.trainer
+        dtype = torch.bfloat16 if trainer.args.amp == "bf16" else torch.float16
+        with torch.autocast(trainer.device.type, dtype=dtype, enabled=bool(trainer.amp)):
             value: Tensor = self.model({**self._batch})[0]
             return value
+
+    @contextmanager
+    def bare(self) -> Iterator[None]:
+        """Inside, the model is without patches and criterion, which hold the trainer: to be pickled."""
+        model: Any = self.model
+        with self.patches.lifted(model):
+            criterion, model.criterion = model.criterion, None
+            try:
+                yield
+            finally:
+                model.criterion = criterion
 
     def _loss(self, batch: dict[str, Any], preds: Any = None) -> Any:
         if self.memory_format == "channels_last":

@@ -68,18 +68,23 @@ class Compilation:
         Raises:
             CompileRefused: asked where it cannot be right; the message is the reason.
         """
-        if self.config.compile != "on":
-            self.facts.reason = "compile=off" if self.config.compile == "off" else "compile=auto starts eager"
+        if self.config.compile == "off":
+            self.facts.reason = "compile=off"
             return
-        if self.impossible:
+        modules, scope = self.modules()
+        if self.config.compile == "auto":
+            self.facts.reason = self.impossible or "compile=auto starts eager"
+        elif self.impossible:
             self.stay_eager(self.impossible)
-            return
-        self.install(*self._scope())
-        self.facts.reason = "compile=on"
+        else:
+            self.install(modules, scope)
+            self.facts.reason = "compile=on"
 
     def install(self, modules: list[nn.Module], scope: str) -> list[nn.Module]:
         compiling.refuse_inside_autocast()
         way = "static" if self.config.dynamic == "static" else "strict"
+        if self.device.type == "cuda" and self.config.compile_mode in compiling.CUDA_GRAPH_MODES:
+            compiling.preallocate_gradients(self.model)
         for module in modules:
             part = compiling.InPlace(
                 module,
@@ -92,10 +97,6 @@ class Compilation:
             self.parts.append(part)
         self.facts.decision = scope
         return modules
-
-    def install_scope(self, scope: str) -> list[nn.Module]:
-        """Compile `whole` or `regional`, whatever the settings say: a plan chose it."""
-        return self.install(compiling.regions(self.model) if scope == "regional" else [self.model], scope)
 
     def undo(self) -> None:
         """Back to eager."""
@@ -155,16 +156,28 @@ class Compilation:
             part.undo()
         self.watch.end()
 
-    def _scope(self) -> tuple[list[nn.Module], str]:
-        scope, exclude = self.config.compile_scope, self.config.compile_exclude
-        if isinstance(scope, list):
-            modules = compiling.matching(self.model, scope, exclude)
-            if not modules:
-                raise compiling.CompileRefused(f"compile_scope={','.join(scope)}: no module has such a name")
-            return modules, "features"
-        if scope == "regional":
-            left_out = {id(m) for m in compiling.matching(self.model, exclude, [])}
-            blocks = [block for block in compiling.regions(self.model) if id(block) not in left_out]
+    def modules(self, scope: str = "") -> tuple[list[nn.Module], str]:
+        """What to compile, and its name in the report: by the settings, or a plan's `scope`.
+
+        `compile=auto` leaves `compile_scope=auto` to the model: its repeated blocks where they are most of it.
+
+        Raises:
+            CompileRefused
+        """
+        wanted: str | list[str] = self.config.compile_scope
+        exclude = self.config.compile_exclude
+        if isinstance(wanted, list):
+            found = compiling.matching(self.model, wanted, exclude)
+            if not found:
+                raise compiling.CompileRefused(f"compile_scope={','.join(wanted)}: no module has such a name")
+            return found, "features"
+        blocks = self._blocks()
+        if wanted == "auto" and self.config.compile != "on":
+            wanted = "regional" if blocks and (exclude or compiling.covers(self.model, blocks)) else "whole"
+        wanted = scope or wanted
+        if wanted == "features":
+            raise compiling.CompileRefused("a plan that compiles features needs compile_scope=NAME PATTERNS")
+        if wanted == "regional":
             if not blocks:
                 raise compiling.CompileRefused("compile_scope=regional: the model has no repeated blocks; use whole")
             return blocks, "regional"
@@ -174,6 +187,10 @@ class Compilation:
                 "use compile_scope=regional or name patterns"
             )
         return [self.model], "whole"
+
+    def _blocks(self) -> list[nn.Module]:
+        left_out = {id(m) for m in compiling.matching(self.model, self.config.compile_exclude, [])}
+        return [block for block in compiling.regions(self.model) if id(block) not in left_out]
 
 
 def progress(seconds: float, graphs: int, done: bool) -> None:

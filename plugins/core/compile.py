@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import fnmatch
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -175,6 +175,12 @@ def regions(model: nn.Module, least: int = 2) -> list[nn.Module]:
                 found.extend(parent)
     inner = {id(m) for block in found for m in block.modules() if m is not block}
     return [block for block in found if id(block) not in inner]
+
+
+def covers(model: nn.Module, blocks: Sequence[nn.Module]) -> bool:
+    """Whether these blocks are at least half of the model, counted in leaf modules."""
+    leaves = [sum(1 for m in part.modules() if not list(m.children())) for part in (model, *blocks)]
+    return 2 * sum(leaves[1:]) >= leaves[0]
 
 
 def matching(model: nn.Module, patterns: list[str], exclude: list[str]) -> list[nn.Module]:

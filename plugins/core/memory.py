@@ -10,9 +10,12 @@ import resource
 import sys
 from pathlib import Path
 
+import psutil
 import torch
 
 GIB = 1024**3
+CONTEXT_GIB = 0.8  # of a second process on the same device: torch, its compiler, a CUDA context
+CUDA_GRAPHS = 0.10  # of the peak: what a pool of CUDA graphs takes on top (5 to 10 % seen)
 _CLEAR = Path("/proc/self/clear_refs")
 _STATUS = Path("/proc/self/status")
 
@@ -52,3 +55,27 @@ class Peaks:
             return
         with contextlib.suppress(OSError):
             _CLEAR.write_text("5")  # Linux: begin the resident peak anew; elsewhere it is the whole run's
+
+
+def free_gib(device: torch.device) -> float:
+    """Memory that another process could take now."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0] / GIB
+    return psutil.virtual_memory().available / GIB
+
+
+def room_for_worker(device: torch.device) -> bool:
+    """Whether a second process that runs one step of this model fits beside this one."""
+    if device.type == "cuda":
+        own = torch.cuda.max_memory_allocated(device) / GIB
+    else:
+        own = psutil.Process().memory_info().rss / GIB
+    return free_gib(device) > own + CONTEXT_GIB
+
+
+def room_for_cuda_graphs(device: torch.device) -> bool:
+    """Forecast of a plan with CUDA graphs against what is free; freed blocks of the allocator count as free."""
+    if device.type != "cuda":
+        return True
+    peak, held = torch.cuda.max_memory_allocated(device), torch.cuda.memory_reserved(device)
+    return free_gib(device) * GIB + held - peak > CUDA_GRAPHS * peak

@@ -6,6 +6,7 @@ still be won back in what is left of the run, and wins only by more than the spr
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from statistics import median
@@ -14,22 +15,25 @@ from typing import Any
 import torch
 from torch import nn
 
-from plugins.core.compile import regions
 from plugins.core.precision import bf16_is_fast
 
 TRIAL_SHARE = 0.02  # of the time that is left: what trials may cost in all
 COMPILE_SHARE = 0.10  # of the time that is left: what a compile that is likely to pay may cost
-LIKELY_SHARE = 0.35  # of a step outside matrix products and convolutions: from there a compile is likely to pay
+LIKELY_SHARE = 0.15  # of a step that can be fused: from there a compile is likely to pay
 REPEATS = 2  # timed steps a candidate, after one that is not timed
 EXPECTED = 0.6  # of the plain step: what a candidate worth a trial is expected to take
 HOPELESS = 1.5  # times the plain step: a candidate whose first step takes longer is not timed further
 TOLERANCE = {"fp32": 1e-3, "host": 1e-3, "fp16": 2e-2, "bf16": 8e-2}  # relative difference of the same batch's loss
+GAIN = 1.0  # of the fusable share: what fusing may save (0.84 measured of blocks of pointwise work)
+START_SECONDS = 4.0  # of a worker: a process that imports torch and its compiler
 SECONDS_A_LAYER = {"cpu": 0.6, "cuda": 0.4}  # cold compile, forward and backward, of one leaf module
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+SCOPES = ("eager", "regional", "whole", "features")
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What runs. `host` leaves a thing as the host has it; `compile` is eager, regional or whole."""
+    """What runs. `host` leaves a thing as the host has it; `compile` is eager, regional, whole or features."""
 
     precision: str = "host"
     memory_format: str = "host"
@@ -51,7 +55,7 @@ class Plan:
         allowed = {
             "precision": ("host", "fp32", "bf16", "fp16"),
             "memory_format": ("host", "channels_last"),
-            "compile": ("eager", "regional", "whole"),
+            "compile": SCOPES,
         }
         for name, value in data.items():
             if value not in allowed.get(name, ()):
@@ -61,11 +65,12 @@ class Plan:
 
 @dataclass
 class Timing:
-    """Seconds of a candidate's timed steps, and its loss on the same batch."""
+    """Seconds of a candidate's timed steps and of the one before them, and its loss on the same batch."""
 
     plan: Plan
     seconds: list[float] = field(default_factory=list)
     loss: float = 0.0
+    first: float = 0.0
 
     @property
     def middle(self) -> float:
@@ -73,7 +78,8 @@ class Timing:
 
     @property
     def spread(self) -> float:
-        return (max(self.seconds) - min(self.seconds)) / 2
+        """Median distance from the median: of two steps half their difference, and deaf to a single slow one."""
+        return median(abs(taken - self.middle) for taken in self.seconds)
 
     def beats(self, other: Timing) -> bool:
         """Faster by more than both spreads: noise decides nothing."""
@@ -89,13 +95,14 @@ class Timing:
             "plan": self.plan.name,
             "step_seconds_median": self.middle,
             "spread_seconds": self.spread,
+            "first_step_seconds": self.first or None,
             "loss": self.loss,
         }
 
 
 def layouts(model: nn.Module, device: torch.device, start: Plan, open_fields: frozenset[str]) -> list[Plan]:
     """Plans without compile that are worth trying here, the most promising first."""
-    convolves = any(isinstance(m, (nn.Conv2d, nn.Conv3d)) for m in model.modules())
+    convolves = any(isinstance(m, nn.Conv2d) for m in model.modules())
     precisions = ["bf16"] if "precision" in open_fields and bf16_is_fast(device) else []
     formats = ["channels_last"] if "memory_format" in open_fields and convolves else []
     both = [(p, f) for p in precisions for f in formats]
@@ -103,44 +110,48 @@ def layouts(model: nn.Module, device: torch.device, start: Plan, open_fields: fr
     return [Plan(p, f) for p, f in both + single if Plan(p, f) != start]
 
 
-def scope(model: nn.Module) -> str:
-    """`regional` where blocks repeat (each compiled once), else `whole`."""
-    return "regional" if regions(model) else "whole"
-
-
-def compile_seconds(model: nn.Module, device: torch.device) -> float:
-    """A guess of the cold compile's seconds, from the leaf modules of what would be compiled.
+def compile_seconds(modules: Sequence[nn.Module], device: torch.device) -> float:
+    """A guess of a cold compile's seconds in a worker, from the leaf modules; modules that look alike count once.
 
     Measured on 2 CPU cores: 146 s for YOLOv8n whole (about 225 leaves), 35 s for a 6-layer BERT.
     """
-    blocks = regions(model)
-    unique = {(type(b), tuple(tuple(p.shape) for p in b.parameters())): b for b in blocks}
-    parts = list(unique.values()) or [model]
-    leaves = sum(1 for part in parts for m in part.modules() if not list(m.children()))
-    return leaves * SECONDS_A_LAYER.get(device.type, 0.6)
+    unique = {(type(m), tuple(tuple(p.shape) for p in m.parameters())): m for m in modules}
+    leaves = sum(1 for module in unique.values() for m in module.modules() if not list(m.children()))
+    return START_SECONDS + leaves * SECONDS_A_LAYER.get(device.type, 0.6)
 
 
-def worth_compiling(model: nn.Module, device: torch.device, fusable: float, left_seconds: float) -> tuple[bool, str]:
-    """Whether a compile should be tried with this much left, and why.
+def cannot_gain(modules: Sequence[nn.Module], device: torch.device, precision: str) -> str:
+    """Why a compile of these would not pay whatever is left of the run, or empty."""
+    if device.type == "cpu" and precision in ("bf16", "fp16"):
+        return f"on a CPU compiled code was no faster under {precision}"  # measured: 1.2 to 1.5 times slower
+    if device.type == "cpu" and any(isinstance(m, CONVOLUTIONS) for module in modules for m in module.modules()):
+        return "convolutions gained nothing from compile on a CPU"
+    return ""
 
-    `fusable` is the share of a step spent outside matrix products and convolutions: the most that fusing can save.
+
+def compile_share(fusable: float) -> float:
+    """What share of the time left a compile may cost: more where it is likely to pay."""
+    return COMPILE_SHARE if fusable >= LIKELY_SHARE else TRIAL_SHARE
+
+
+def seconds_to_pay(cost: float, fusable: float) -> float:
+    """The seconds that must be left of a run, at its present speed, for a compile of `cost` seconds to be tried.
+
+    `fusable` is the share of a step that can be fused. The cost must be within its share of what is left, and be won
+    back.
     """
-    cost = compile_seconds(model, device)
-    if device.type == "cpu" and any(isinstance(m, nn.Conv2d) for m in model.modules()):
-        return False, "convolutions gained nothing from compile on a CPU"
-    gain = 0.6 * fusable * left_seconds  # measured: a block of pointwise work gained about 0.6 of its fusable share
-    share = COMPILE_SHARE if fusable >= LIKELY_SHARE else TRIAL_SHARE
-    if cost > share * left_seconds:
-        return False, f"a compile of about {cost:.0f} s is over {share:.0%} of the {left_seconds:.0f} s that are left"
-    if cost > gain:
-        return False, f"a compile of about {cost:.0f} s cannot be won back: at most {gain:.0f} s to gain"
-    return True, ""
+    return cost / min(compile_share(fusable), GAIN * max(fusable, 1e-6))
 
 
-def break_even(cost_seconds: float, plain: float, compiled: float, update: int, micro_batches: int) -> int | None:
-    """The update at which a compile has paid for itself; None where it never does."""
-    saved = (plain - compiled) * micro_batches
-    return update + -(-int(cost_seconds * 1e6) // max(int(saved * 1e6), 1)) if saved > 0 else None
+def break_even(cost_seconds: float, plain: float, compiled: float, update: int, size: int) -> int | None:
+    """The update at which a compile has paid for itself, `size` micro-batches each; None where it never does."""
+    saved = (plain - compiled) * size
+    return update + math.ceil(cost_seconds / saved) if saved > 0 else None
+
+
+def repeats(left: int) -> int:
+    """Timed steps of either side when a compiled plan is judged: as many as 1 % of what is left, 2 to 5."""
+    return min(max(left // 200, REPEATS), 5)
 
 
 def affordable(candidates: Sequence[Plan], step: float, left: int, spent: float = 0.0) -> list[Plan]:

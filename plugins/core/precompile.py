@@ -9,17 +9,24 @@ crashes or outlives its budget is ended, and costs the run nothing but the time 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
+import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
 import torch
 from torch import Tensor, nn
 
@@ -67,30 +74,45 @@ def made(value: Any) -> Any:
     return value
 
 
-class Captured:
-    """Notes how modules are called while it is entered: one entry a distinct kind of call."""
+@dataclass(frozen=True)
+class Call:
+    """One kind of call of a module: kinds of its arguments, and the autocast that it is made in."""
 
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self.modules = modules
-        self.calls: list[tuple[nn.Module, Any, Any]] = []
+    module: nn.Module
+    args: Any
+    kwargs: Any
+    autocast: tuple[str, torch.dtype] | None
+
+
+class Captured:
+    """Notes how modules are called while it is entered, one entry a distinct kind of call.
+
+    It stands where a compiled call will stand, so that what it sees is what will be compiled.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], takes: Callable[[tuple[Any, ...]], bool] = lambda args: True):
+        self.modules, self.takes = modules, takes
+        self.calls: list[Call] = []
         self._seen: set[str] = set()
-        self._hooks: list[Any] = []
 
     def __enter__(self) -> Captured:
         for module in self.modules:
-            self._hooks.append(module.register_forward_pre_hook(self._note, with_kwargs=True))
+            module._compiled_call_impl = partial(self._note, module)
         return self
 
     def __exit__(self, *_: object) -> None:
-        for hook in self._hooks:
-            hook.remove()
+        for module in self.modules:
+            del module._compiled_call_impl
 
-    def _note(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        structure = [(n, tuple(p.shape)) for n, p in module.named_parameters()]
-        sign = repr((type(module), structure, kinds(args), kinds(kwargs)))
-        if sign not in self._seen:
-            self._seen.add(sign)
-            self.calls.append((module, kinds(args), kinds(kwargs)))
+    def _note(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if self.takes(args):
+            call = Call(module, kinds(args), kinds(kwargs), _autocast((*args, *kwargs.values())))
+            structure = [(n, tuple(p.shape), p.requires_grad) for n, p in module.named_parameters()]
+            sign = repr((type(module), structure, call.args, call.kwargs, call.autocast))
+            if sign not in self._seen:
+                self._seen.add(sign)
+                self.calls.append(call)
+        return module._call_impl(*args, **kwargs)
 
 
 class Worker:
@@ -101,39 +123,33 @@ class Worker:
     """
 
     def __init__(
-        self,
-        calls: list[tuple[nn.Module, Any, Any]],
-        arguments: dict[str, Any],
-        dims: Sequence[int],
-        autocast: tuple[str, torch.dtype] | None,
-        budget_seconds: float,
+        self, calls: Sequence[Call], arguments: dict[str, Any], dims: Sequence[int], budget_seconds: float
     ) -> None:
         job = {
-            "calls": calls,
+            "calls": list(calls),
             "arguments": arguments,
             "dims": tuple(dims),
-            "autocast": autocast,
             "threads": torch.get_num_threads(),
+            "seconds": 2 * budget_seconds,
         }
-        handle, name = tempfile.mkstemp(prefix="accel-compile-", suffix=".job")
-        self.path = Path(name)
+        self.folder = Path(tempfile.mkdtemp(prefix="accel-compile-"))
+        self.began, self.budget = time.monotonic(), budget_seconds
         try:
-            with os.fdopen(handle, "wb") as file:
-                pickle.dump(job, file)
+            with (self.folder / "job").open("wb") as file:
+                cloudpickle.dump(job, file)  # a script's own classes too, which another process cannot import
+            path = os.pathsep.join([*(p for p in sys.path if p), os.environ.get("PYTHONPATH", "")])
+            with (self.folder / "errors").open("wb") as errors:
+                self.process = subprocess.Popen(
+                    [*command(), str(self.folder / "job")],
+                    env={**os.environ, "PYTHONPATH": path},
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=errors,
+                    start_new_session=True,
+                )
         except BaseException:
-            self.path.unlink(missing_ok=True)
+            shutil.rmtree(self.folder, ignore_errors=True)
             raise
-        self.began = time.monotonic()
-        self.budget = budget_seconds
-        path = os.pathsep.join([*(p for p in sys.path if p), os.environ.get("PYTHONPATH", "")])
-        self.process = subprocess.Popen(
-            [*command(), str(self.path)],
-            env={**os.environ, "PYTHONPATH": path},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
-        )
 
     @property
     def seconds(self) -> float:
@@ -146,23 +162,28 @@ class Worker:
             if self.seconds <= self.budget:
                 return "running"
             self.stop()
-            return f"the compile outlived its budget of {self.budget:.0f} s"
-        self.path.unlink(missing_ok=True)
+            return f"it outlived its budget of {self.budget:.0f} s"
+        text = self._errors()
+        self.stop()
         if code == 0:
             return "ready"
-        text = self.process.stderr.read().decode(errors="replace").strip() if self.process.stderr else ""
-        last = text.splitlines()[-1] if text else f"exit code {code}"
-        return f"the compile worker failed: {last[:200]}"
+        return f"its worker was killed (signal {-code})" if code < 0 else f"its worker failed: {text or code}"
 
     def stop(self) -> None:
         """End the worker and the compilers that it started."""
         if self.process.poll() is None:
-            try:
-                os.killpg(self.process.pid, 9)
-            except (OSError, AttributeError):
-                self.process.kill()
+            with contextlib.suppress(OSError, AttributeError):  # no process groups on Windows
+                os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.kill()
             self.process.wait()
-        self.path.unlink(missing_ok=True)
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _errors(self) -> str:
+        """The last line that the worker wrote."""
+        with contextlib.suppress(OSError):
+            lines = (self.folder / "errors").read_text(errors="replace").strip().splitlines()
+            return lines[-1][:200] if lines else ""
+        return ""
 
 
 def command() -> list[str]:
@@ -172,25 +193,27 @@ def command() -> list[str]:
 
 def run(job: dict[str, Any]) -> None:
     """In the worker: compile every call of the job, forward and backward."""
-    from contextlib import nullcontext
-
     from plugins.core.compile import InPlace
 
     torch.set_num_threads(job["threads"])
-    for module, args, kwargs in job["calls"]:
-        module.train()
+    for call in job["calls"]:
         failed: list[str] = []
-        part = InPlace(module, **job["arguments"], marker=Marker(job["dims"]), give_up=failed.append)
+        part = InPlace(call.module, **job["arguments"], marker=Marker(job["dims"]), give_up=failed.append)
         part.install()
-        device, dtype = job["autocast"] or ("cpu", torch.float32)
-        with torch.autocast(device, dtype=dtype) if job["autocast"] else nullcontext():
-            output = module(*made(args), **made(kwargs))
+        with torch.autocast(call.autocast[0], dtype=call.autocast[1]) if call.autocast else nullcontext():
+            output = call.module(*made(call.args), **made(call.kwargs))
         if failed:
             raise RuntimeError(failed[0])
         losses = [t.float().sum() for t in _floating(output) if t.requires_grad]
         if losses:
             torch.stack(losses).sum().backward()
         part.undo()
+
+
+def _autocast(values: tuple[Any, ...]) -> tuple[str, torch.dtype] | None:
+    """The autocast in force for the device of the first tensor."""
+    device = next((t.device.type for t in values if isinstance(t, Tensor)), "cpu")
+    return (device, torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else None
 
 
 def _floating(value: Any) -> list[Tensor]:
@@ -201,10 +224,20 @@ def _floating(value: Any) -> list[Tensor]:
     return [t for item in value for t in _floating(item)] if isinstance(value, (list, tuple)) else []
 
 
+def _die_with(parent: int, seconds: float) -> None:
+    """End this process and its compilers when the run is gone, or forgot it."""
+    until = time.monotonic() + seconds
+    while os.getppid() == parent and time.monotonic() < until:
+        time.sleep(1)
+    os.killpg(0, signal.SIGKILL)
+
+
 def main() -> None:
     # The job comes from the process that started this one, and holds code by its nature: modules to compile.
     with Path(sys.argv[1]).open("rb") as file:
-        run(pickle.load(file))
+        job = pickle.load(file)
+    threading.Thread(target=_die_with, args=(os.getppid(), job["seconds"]), daemon=True).start()
+    run(job)
 
 
 if __name__ == "__main__":

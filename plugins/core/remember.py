@@ -35,8 +35,8 @@ def default_folder() -> Path:
     return root / "accel-plugins" / f"{here.name or 'root'}-{hashlib.sha256(str(here).encode()).hexdigest()[:8]}"
 
 
-def fingerprint(model: nn.Module, shape: tuple[int, ...], device: torch.device, open_fields: frozenset[str]) -> str:
-    """Model structure, input shape, device, threads, versions, and what was left open to choose."""
+def fingerprint(model: nn.Module, shape: tuple[int, ...], device: torch.device, settings: Any) -> str:
+    """Model structure, input shape, device, threads, versions, and the settings that bear on the plan."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     parts: list[Any] = [
         SCHEMA,
@@ -45,7 +45,7 @@ def fingerprint(model: nn.Module, shape: tuple[int, ...], device: torch.device, 
         shape,
         [device.type, name, torch.get_num_threads()],
         [torch.__version__, torch.version.cuda],
-        sorted(open_fields),
+        settings,
     ]
     return hashlib.sha256(json.dumps(parts, default=str).encode()).hexdigest()
 
@@ -73,6 +73,11 @@ class Memory:
         """Keep the compiler's cache here too, unless the user set a folder; before the first compile."""
         if INDUCTOR not in os.environ and self._writable():
             os.environ[INDUCTOR] = str(self.folder / "inductor")
+
+    def has_code(self) -> bool:
+        """Whether the compiler's cache holds anything."""
+        folder = Path(os.environ.get(INDUCTOR) or self.folder / "inductor")
+        return any(folder.glob("fxgraph/*/*"))
 
     def find(self, key: str) -> dict[str, Any] | None:
         path = self._path(key)

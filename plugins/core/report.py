@@ -56,6 +56,7 @@ class SpeedFacts:
     plan: str = "host"
     reason: str = ""
     candidates: list[dict[str, Any]] = field(default_factory=list)
+    switches: list[dict[str, Any]] = field(default_factory=list)
     precision: str = "host"
     memory_format: str = "host"
     first_step_seconds: float | None = None

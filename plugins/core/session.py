@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -29,7 +29,7 @@ from plugins.core.planner import Planner
 from plugins.core.remember import Memory, default_folder
 from plugins.core.report import Report, Series
 from plugins.core.state import put_back, state_of
-from plugins.core.trial import Trial
+from plugins.core.trial import Moment, Trial
 from plugins.core.update import NonFiniteGradient, Outcome, Update
 from plugins.core.watch import Watch
 from plugins.core.window import ALL, Term, Window
@@ -111,7 +111,7 @@ class Session:
             groups=groups,
             average=average,
             sync=sync,
-            keep_gradients=cuda_graphs and self.config.compile == "on",
+            keep_gradients=cuda_graphs and self.config.compile != "off",
             order=model.parameters(),
         )
         self.statistics = Statistics(model, self.config.batchnorm)
@@ -135,9 +135,7 @@ class Session:
         if "compile" in self._start.open_fields and self.compilation.impossible:
             self.report.compile.reason = self.compilation.impossible
             self._start = replace(self._start, open_fields=self._start.open_fields - {"compile"})
-        self.planner = Planner(
-            self, model, device, self._start, cache, self.compilation.arguments, self.compilation.dims
-        )
+        self.planner = Planner(self, model, device, self._start, cache, self.compilation)
 
     def _describe(self, micro_batch: int) -> None:
         report = self.report
@@ -165,10 +163,10 @@ class Session:
 
     def plan_window(self, trial: Trial, left: int, shape: Iterable[int]) -> None:
         """At a window's first micro-batch, before its forward and outside autocast: let the planner try or switch."""
-        if self.planner.state == "done" and not self.planner.given:
+        if not self.planner.waits:
             return
         began = time.perf_counter()
-        self.planner.at_window(trial, self.updates, left, tuple(shape))
+        self.planner.at_window(Moment(trial, self.updates, left, tuple(shape), self.window.expected))
         self.meter.forgive(time.perf_counter() - began)
 
     @contextmanager
@@ -180,14 +178,11 @@ class Session:
         finally:
             self._trying = False
             self.statistics.restore()
-            self.model.zero_grad(set_to_none=not self.update.keep_gradients)
+            self.clear_gradients()
             checkpoint.set_random_state(state)
 
-    def compile_scope(self, scope: str) -> Sequence[nn.Module]:
-        return self.compilation.install_scope(scope)
-
-    def uncompile(self) -> None:
-        self.compilation.undo()
+    def clear_gradients(self) -> None:
+        self.model.zero_grad(set_to_none=not self.update.keep_gradients)
 
     def progress(self, text: str) -> None:
         sys.stderr.write(f"accel: {text}\n")

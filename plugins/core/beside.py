@@ -1,0 +1,176 @@
+"""The compile of one run, beside it: whether it is worth starting, its worker, and the judgement of what it gave.
+
+Where a worker does not fit into memory, the code is compiled in the run at its next window, with a progress line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Protocol
+
+import torch
+
+from plugins.core import memory
+from plugins.core import plan as planning
+from plugins.core.compilation import Compilation
+from plugins.core.compile import CUDA_GRAPH_MODES
+from plugins.core.plan import Plan, Timing
+from plugins.core.precompile import Captured, Worker
+from plugins.core.trial import Moment, fusable_share
+
+
+class Owner(Protocol):
+    """What trials need of the session that owns them."""
+
+    def untouched(self) -> AbstractContextManager[None]: ...
+
+    def clear_gradients(self) -> None: ...
+
+    def warn(self, text: str) -> None: ...
+
+    def progress(self, text: str) -> None: ...
+
+
+@dataclass
+class Learnt:
+    """What is known of compiling this work. `settled`: another run of any length would come to the same.
+
+    Seconds: `cold` of the worker, `warm` until the code ran from the cache, `saved` a micro-batch; `given_up` is the
+    budget that an earlier worker outlived. `fusable`: the share of a step that a compile could save.
+    """
+
+    reason: str = ""
+    settled: bool = False
+    cold_seconds: float = 0.0
+    warm_seconds: float = 0.0
+    saved_seconds: float = 0.0
+    given_up_seconds: float = 0.0
+    fusable: float | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Learnt:
+        """Raises TypeError or ValueError on what `as_dict` did not write."""
+        known = cls(**data)
+        for name, value in asdict(known).items():
+            if name != "reason" and not (name == "fusable" and value is None):
+                setattr(known, name, type(getattr(cls, name) or 0.0)(value))
+        return known
+
+
+Judge = Callable[..., Timing | None]
+
+
+class Beside:
+    """`begin` starts a compile where it is likely to be won back; `poll` follows it; `judge` keeps it if it wins."""
+
+    def __init__(self, owner: Owner, device: torch.device, compilation: Compilation) -> None:
+        self.owner, self.device, self.compilation = owner, device, compilation
+        self.learnt = Learnt()
+        self.break_even: int | None = None
+        self.scope = ""
+        self._worker: Worker | None = None
+
+    def begin(self, moment: Moment, plan: Plan, step_seconds: float) -> bool:
+        """Whether a compile is under way now; `learnt.reason` says why not. `step_seconds`: of a micro-batch."""
+        learnt, device = self.learnt, self.device
+        modules, self.scope = self.compilation.modules()
+        if why := planning.cannot_gain(modules, device, plan.precision) or self._no_room():
+            return self._refuse(why, settled=True)
+        cost = max(planning.compile_seconds(modules, device), 2 * learnt.given_up_seconds)
+        if why := self._too_short(cost, 1.0 if learnt.fusable is None else learnt.fusable, moment, step_seconds):
+            return self._refuse(why)
+        with self.owner.untouched(), Captured(modules, self.compilation.takes) as captured:
+            learnt.fusable = fusable_share(moment.trial, device, self.owner.clear_gradients)
+        if why := self._too_short(cost, learnt.fusable, moment, step_seconds):
+            return self._refuse(why)
+        if not captured.calls:
+            return self._refuse("the loop does not call what would be compiled", settled=True)
+        if not memory.room_for_worker(device):
+            self.owner.progress(f"compiling in the run (about {cost:.0f} s): a process beside it would not fit")
+            return True
+        budget = max(planning.compile_share(learnt.fusable) * moment.left * step_seconds, 2 * cost)
+        try:
+            with moment.trial.bare():
+                self._worker = Worker(
+                    captured.calls, self.compilation.arguments(self.scope), self.compilation.dims, budget
+                )
+        except Exception as error:
+            why = f"the model cannot be handed to a compile worker ({type(error).__name__}: {str(error)[:100]})"
+            self.owner.warn(f"compile: {why}; the run goes on eagerly")
+            return self._refuse(why, settled=True)
+        self.owner.progress(f"compiling {self.scope} beside the run, for at most {budget:.0f} s")
+        return True
+
+    def poll(self) -> str:
+        """`running`, `ready`, or `failed`: then `learnt` says how."""
+        standing = self._worker.poll() if self._worker is not None else "ready"
+        if standing in ("running", "ready"):
+            return standing
+        worker, self._worker = self._worker, None
+        assert worker is not None
+        if worker.seconds > worker.budget:
+            self.learnt.given_up_seconds = worker.budget
+        self._refuse(f"given up: {standing}", settled="failed" in standing)
+        self.owner.warn(f"compile: given up: {standing}; the run goes on eagerly")
+        return "failed"
+
+    def judge(self, moment: Moment, plan: Plan, time: Judge) -> Plan | None:
+        """Time the plan in force and its compiled twin on the batch at hand; the twin, if it wins, is left in force.
+
+        `time(moment, plan, repeats, warm)` times one plan.
+        """
+        learnt, worker, self._worker = self.learnt, self._worker, None
+        twin, repeats = replace(plan, compile=self.scope), planning.repeats(moment.left)
+        with self.owner.untouched():
+            plain = time(moment, plan, repeats, warm=False)
+            self.compilation.install(*self.compilation.modules(self.scope))
+            compiled = time(moment, twin, repeats)
+        if plain is None or compiled is None or not self.compilation.active:
+            why = self.compilation.facts.reason if not self.compilation.active else "its trial failed"
+            self.compilation.undo()
+            self._refuse(why, settled=True)
+            return None
+        ready = max(compiled.first - compiled.middle, 0.0)
+        learnt.cold_seconds, learnt.warm_seconds = (worker.seconds, ready) if worker is not None else (ready, 0.0)
+        learnt.saved_seconds, learnt.settled = max(plain.middle - compiled.middle, 0.0), True
+        figures = f"{compiled.middle:.3g} s a step, eager {plain.middle:.3g} s"
+        if compiled.agrees(plain) and compiled.beats(plain):
+            cost = learnt.cold_seconds + learnt.warm_seconds
+            self.break_even = planning.break_even(cost, plain.middle, compiled.middle, moment.update, moment.size)
+            learnt.reason = f"{figures}; ready after {learnt.cold_seconds:.1f} s beside the run"
+            return twin
+        self.compilation.undo()
+        if not compiled.agrees(plain):
+            self.owner.warn(f"plan {twin.name}: dropped, its loss {compiled.loss:.6g} is not {plain.loss:.6g}")
+        learnt.reason = f"it does not win: {figures}"
+        return None
+
+    def end(self) -> None:
+        if self._worker is not None:
+            self._worker.stop()
+            self._worker = None
+            self._refuse("the run ended before the compile was ready")
+
+    def _refuse(self, why: str, settled: bool = False) -> bool:
+        self.learnt.reason, self.learnt.settled = why, settled
+        return False
+
+    def _no_room(self) -> str:
+        graphs = self.compilation.config.compile_mode in CUDA_GRAPH_MODES
+        return (
+            "CUDA graphs would not fit into memory" if graphs and not memory.room_for_cuda_graphs(self.device) else ""
+        )
+
+    def _too_short(self, cost: float, fusable: float, moment: Moment, step_seconds: float) -> str:
+        needed = planning.seconds_to_pay(cost, fusable) / step_seconds
+        if moment.left >= needed:
+            return ""
+        return (
+            f"a compile of about {cost:.0f} s pays in a run of about {needed / moment.size:.0f} updates or more; "
+            f"{moment.left / moment.size:.0f} are left"
+        )
