@@ -277,17 +277,23 @@ ROWS: dict[str, Callable[[Bench], Row]] = {
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("rows", nargs="*", help=f"some of: {', '.join(ROWS)} (default: all)")
-    wanted = parser.parse_args().rows or list(ROWS)
-    if unknown := [row for row in wanted if row not in ROWS]:
-        print(f"rows={unknown[0]}: unknown; allowed are {', '.join(ROWS)}", file=sys.stderr)
+    parser.add_argument("rows", nargs="*", help=f"some of: {', '.join(ROWS)}, hf (default: all)")
+    wanted = parser.parse_args().rows or [*ROWS, "hf"]
+    if unknown := [row for row in wanted if row not in (*ROWS, "hf")]:
+        print(f"rows={unknown[0]}: unknown; allowed are {', '.join(ROWS)}, hf", file=sys.stderr)
         return 1
     logging.getLogger("ultralytics").setLevel(logging.ERROR)
-    table = Table("Ultralytics", "the host alone", "with the plug")
+    table = Table("", "the host alone", "with the plug")
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(Path(folder))
         for name in wanted:
-            table.add_row(*ROWS[name](bench))
+            if name != "hf":
+                table.add_row(*ROWS[name](bench))
+    if "hf" in wanted:
+        import why_hf
+
+        for row in why_hf.rows():
+            table.add_row(*row)
     Console().print(table)
     return 0
 
