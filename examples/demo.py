@@ -64,7 +64,7 @@ def hf() -> int:
 
 
 def easyocr() -> int:
-    """Fine-tune EasyOCR's own recognizer on rendered lines that it misreads, and read with the Reader; 0 when it does."""
+    """Fine-tune EasyOCR's own recognizer on lines that it misreads, then read with the Reader; 0 when it can."""
     script = [sys.executable, str(ROOT / "examples" / "easyocr_finetune.py")]
     command = [*script, "--config", str(ROOT / "examples" / "easyocr_en.yaml")]
     print("$", "python examples/easyocr_finetune.py --config examples/easyocr_en.yaml", flush=True)
