@@ -66,7 +66,7 @@ def page(seed: int, lines: int = 5) -> tuple[np.ndarray, list[str]]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", default="examples/easyocr_en.yaml")
-    parser.add_argument("--lines", type=int, default=600, help="training lines")
+    parser.add_argument("--lines", type=int, default=800, help="training lines")
     parser.add_argument("--held_out", type=int, default=200, help="held-out lines")
     parser.add_argument("--num_iter", type=int, help="updates, instead of the configuration's")
     arguments = parser.parse_args()
