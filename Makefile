@@ -9,6 +9,7 @@ HOST ?= yolo
 READY := $(VENV)/.ready
 
 export YOLO_OFFLINE := true
+export YOLO_CONFIG_DIR ?= $(CURDIR)/.cache/ultralytics
 export HF_HUB_OFFLINE := 1
 export TORCHINDUCTOR_CACHE_DIR ?= $(CURDIR)/.cache/inductor
 export MPLBACKEND := agg
