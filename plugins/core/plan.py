@@ -24,6 +24,7 @@ REPEATS = 2  # timed steps a candidate, after one that is not timed
 EXPECTED = 0.6  # of the plain step: what a candidate worth a trial is expected to take
 HOPELESS = 1.5  # times the plain step: a candidate whose first step takes longer is not timed further
 TOLERANCE = {"fp32": 1e-3, "host": 1e-3, "fp16": 2e-2, "bf16": 8e-2}  # relative difference of the same batch's loss
+RANDOM_RANGES = 3.0  # of the losses seen of either plan, where dropout makes them differ
 GAIN = 1.0  # of the fusable share: what fusing may save (0.84 measured of blocks of pointwise work)
 START_SECONDS = 4.0  # of a worker: a process that imports torch and its compiler
 SECONDS_A_LAYER = {"cpu": 0.6, "cuda": 0.4}  # cold compile, forward and backward, of one leaf module
@@ -65,11 +66,14 @@ class Plan:
 
 @dataclass
 class Timing:
-    """Seconds of a candidate's timed steps and of the one before them, and its loss on the same batch."""
+    """Seconds of a candidate's timed steps and of the `first`, untimed one; its losses on the same batch.
+
+    Losses of one plan differ where the model draws random numbers (dropout).
+    """
 
     plan: Plan
     seconds: list[float] = field(default_factory=list)
-    loss: float = 0.0
+    losses: list[float] = field(default_factory=list)
     first: float = 0.0
 
     @property
@@ -81,14 +85,22 @@ class Timing:
         """Median distance from the median: of two steps half their difference, and deaf to a single slow one."""
         return median(abs(taken - self.middle) for taken in self.seconds)
 
+    @property
+    def loss(self) -> float:
+        return median(self.losses) if self.losses else math.nan
+
+    @property
+    def loss_range(self) -> float:
+        return max(self.losses) - min(self.losses)
+
     def beats(self, other: Timing) -> bool:
         """Faster by more than both spreads: noise decides nothing."""
         return self.middle + self.spread < other.middle - other.spread
 
     def agrees(self, other: Timing) -> bool:
-        """The loss of the same batch is the same, to the tolerance of the candidate's precision."""
-        off = abs(self.loss - other.loss)
-        return off <= TOLERANCE[self.plan.precision] * max(abs(other.loss), 1e-6)
+        """The loss of the same batch is the same, to the candidate's precision and what random numbers change."""
+        noise = RANDOM_RANGES * (self.loss_range + other.loss_range)
+        return abs(self.loss - other.loss) <= TOLERANCE[self.plan.precision] * abs(other.loss) + noise
 
     def as_dict(self) -> dict[str, Any]:
         return {

@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from plugins.core import plan as planning
-from plugins.core.checkpoint import random_state, set_random_state
 from plugins.core.plan import Plan, Timing
 
 MATRIX = ("mm", "conv", "attention", "linear", "matmul", "einsum", "lstm", "gru", "rnn")
@@ -65,11 +64,10 @@ def time_steps(
     `clear` drops gradients; `warm` makes one step that is not counted. None where the plan fails or memory does not
     suffice, or that first step took longer than `hopeless` seconds.
     """
-    timing, state = Timing(plan), random_state()
+    timing = Timing(plan)
     try:
         trial.apply(plan.precision, plan.memory_format)
         for index in range(repeats + warm):
-            set_random_state(state)
             began = time.perf_counter()
             loss = trial.loss()
             loss.sum().backward()
@@ -77,6 +75,7 @@ def time_steps(
                 torch.cuda.synchronize(device)
             taken = time.perf_counter() - began
             clear()
+            timing.losses.append(float(loss.detach().float().sum()))
             if index or not warm:
                 timing.seconds.append(taken)
             else:
@@ -90,7 +89,6 @@ def time_steps(
         if device.type == "cuda":
             torch.cuda.empty_cache()
         return None
-    timing.loss = float(loss.detach().float().sum())
     return timing
 
 

@@ -1,0 +1,284 @@
+from __future__ import annotations
+
+import copy
+import json
+import random
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from plugins.core import plan as planning
+from plugins.core.checkpoint import set_random_state
+from plugins.core.plan import Plan
+from plugins.core.planfile import PLAN_NAME
+from plugins.core.remember import Memory
+from tests.core.planned import OF, Clock, Host, by_name
+from tests.core.tiny import same, snapshot
+
+BOTH_WIN = {"host": 1.0, "bf16": 0.8, "channels_last": 0.7, "both": 0.5}
+UPDATES = 10  # of a run that is said to have 1,000
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    monkeypatch.setattr(planning, "bf16_is_fast", lambda device: True)
+    return Clock(monkeypatch)
+
+
+def names(host: Host) -> list[str]:
+    return [timing.plan.name for timing in host.open.planner.timings]
+
+
+# -- who wins -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("seconds", "winner"),
+    [
+        (BOTH_WIN, Plan("bf16", "channels_last")),
+        ({"host": 1.0, "both": 2.0, "bf16": 2.0, "channels_last": 0.9}, Plan("host", "channels_last")),
+        ({"host": 1.0, "both": 0.9, "bf16": 0.7, "channels_last": 1.1}, Plan("bf16")),
+        ({"host": 1.0, "both": 1.2, "bf16": 1.1, "channels_last": 1.1}, Plan()),
+        ({"host": 1.0, "both": 1.0, "bf16": 1.0, "channels_last": 1.0}, Plan()),
+    ],
+)
+def test_the_fastest_plan_runs(clock: Clock, tmp_path: Path, seconds: dict[str, float], winner: Plan) -> None:
+    host = Host(clock, by_name(**seconds))
+    planner = host.run(UPDATES, tmp_path, cache_dir=tmp_path / "cache").planner
+    assert planner.plan == host.plan == winner
+    speed = json.loads((tmp_path / "accel_report.json").read_text())["speed"]
+    assert speed["plan"] == winner.name
+    order = {"host": "host", "both": "bf16 + channels_last", "channels_last": "channels_last", "bf16": "bf16"}
+    timed = [name for key, name in order.items() if seconds[key] <= planning.HOPELESS]
+    assert [c["plan"] for c in speed["candidates"]] == timed
+    assert ("no plan won" if winner == Plan() else f"{winner.name}: ") in speed["reason"]
+    assert [s.plan for s in planner.switches] == ([winner] if winner != Plan() else [])
+
+
+def test_a_candidate_within_the_spread_does_not_win(clock: Clock) -> None:
+    swing = cycle([1.0, 1.1])
+    host = Host(clock, lambda plan: next(swing) * (0.99 if plan != Plan() else 1.0))
+    planner = host.run(UPDATES).planner
+    assert planner.plan == Plan()
+    assert "spread" in planner.reason
+
+
+def test_a_hopeless_candidate_takes_one_step(clock: Clock) -> None:
+    host = Host(clock, by_name(host=1.0, bf16=5.0, channels_last=5.0, both=5.0))
+    host.run(5, end=False)
+    before = host.losses
+    host.open.planner.state, host.open.planner._layout_known = "timing", False
+    host.open.plan_window(host, OF, host.x.shape)
+    assert host.losses - before == planning.REPEATS + 3
+    assert names(host)[-1] == "host"
+
+
+def test_a_wrong_loss_is_dropped(clock: Clock) -> None:
+    host = Host(clock, by_name(**BOTH_WIN))
+    host.wrong = lambda plan: 5.0 if plan.precision == "bf16" else 0.0
+    assert host.run(UPDATES).planner.plan == Plan("host", "channels_last")
+    assert sum("dropped, its loss" in line for line in host.said) == 2
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("no memory"), RuntimeError("not implemented for BFloat16")])
+def test_a_candidate_that_fails_is_dropped(clock: Clock, error: Exception) -> None:
+    host = Host(clock, by_name(**BOTH_WIN))
+    host.fails = lambda plan: error if plan.memory_format == "channels_last" else None
+    assert host.run(UPDATES).planner.plan == Plan("bf16")
+    dropped = [line for line in host.said if "dropped" in line]
+    assert len(dropped) == 2
+    assert ("out of memory" if isinstance(error, torch.OutOfMemoryError) else "RuntimeError") in dropped[0]
+
+
+def test_a_run_too_short_to_win_a_trial_back_starts_at_once(clock: Clock) -> None:
+    host = Host(clock, by_name(**BOTH_WIN))
+    planner = host.run(UPDATES, of=50).planner
+    assert host.losses == UPDATES
+    assert planner.plan == Plan()
+    assert planner.timings == []
+    assert "too few" in planner.reason
+
+
+@pytest.mark.parametrize("of", [200, 300, 1000])
+def test_trials_cost_at_most_two_percent(clock: Clock, of: int) -> None:
+    host = Host(clock, by_name(host=1.0, both=0.6, bf16=0.6, channels_last=0.6))
+    host.run(4, end=False, of=of)
+    began = clock.now
+    held = host.run(5, first=4, of=of)
+    assert held.planner.plan == Plan("bf16", "channels_last")
+    assert clock.now - began - 0.6 <= planning.TRIAL_SHARE * of
+
+
+@pytest.mark.parametrize("options", [{"plan": "off"}, {"precision": "fp32", "memory_format": "host"}])
+def test_nothing_is_measured_where_nothing_is_open(clock: Clock, options: dict[str, Any]) -> None:
+    host = Host(clock, by_name(**BOTH_WIN))
+    planner = host.run(UPDATES, **options).planner
+    assert host.losses == UPDATES
+    assert planner.timings == []
+    assert planner.plan.precision == ("bf16" if options.get("plan") == "off" else "fp32")  # off: as the device has it
+
+
+def test_trials_are_not_the_steps_own_time(clock: Clock) -> None:
+    host = Host(clock, by_name(**BOTH_WIN))
+    series = host.run(UPDATES).series
+    assert max(series.seconds) == pytest.approx(1.0)
+    assert min(series.seconds) == pytest.approx(0.5)
+    assert series.waiting == 0
+
+
+# -- everything is put back ---------------------------------------------------------------------------------------
+
+
+def state_of(host: Host) -> dict[str, Any]:
+    held = host.open
+    return {
+        "model": snapshot(host.model),
+        "strides": {n: p.stride() for n, p in host.model.named_parameters()},
+        "gradients": [p.grad for p in host.model.parameters()],
+        "optimizer": copy.deepcopy(host.optimizer.state_dict()),
+        "window": copy.deepcopy(held.window.state_dict()),
+        "kept": [t.clone() for t in held.statistics._kept],
+        "random": (torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()),
+        "counts": held.counts(),
+        "training": [m.training for m in host.model.modules()],
+    }
+
+
+@pytest.mark.parametrize("wins", [True, False])
+def test_a_trial_puts_everything_back_bit_for_bit(clock: Clock, wins: bool) -> None:
+    host = Host(clock, by_name(**BOTH_WIN) if wins else by_name())
+    held = host.run(4, end=False)
+    host.x = torch.rand(host.shape)
+    held.micro_batch(len(host.x))
+    before = state_of(host)
+    held.plan_window(host, OF, host.x.shape)
+    assert names(host)[:2] == ["host", "bf16 + channels_last"]
+    after = state_of(host)
+    if wins:
+        assert before.pop("strides") != after.pop("strides")
+    for part, value in before.items():
+        assert same(value, after[part]), part
+
+
+def test_two_runs_of_a_seed_give_the_same_weights(clock: Clock) -> None:
+    first, second = (Host(clock, by_name(**BOTH_WIN)) for _ in range(2))
+    for host in (first, second):
+        host.run(UPDATES)
+    assert first.open.planner.switches
+    assert same(snapshot(first.model), snapshot(second.model))
+
+
+def test_a_run_with_the_plan_is_the_run_with_its_file(clock: Clock, tmp_path: Path) -> None:
+    measured = Host(clock, by_name(**BOTH_WIN))
+    measured.run(UPDATES, tmp_path)
+    given = Host(clock, by_name(**BOTH_WIN))
+    planner = given.run(UPDATES, tmp_path / "again", plan=tmp_path / PLAN_NAME).planner
+    assert given.losses == UPDATES
+    assert planner.timings == []
+    assert planner.switches == measured.open.planner.switches != []
+    assert same(snapshot(given.model), snapshot(measured.model))
+    assert (tmp_path / PLAN_NAME).read_text() == (tmp_path / "again" / PLAN_NAME).read_text()
+
+
+def test_a_trial_that_loses_leaves_the_run_as_it_was(clock: Clock) -> None:
+    tried, plain = Host(clock, by_name()), Host(clock, by_name())
+    tried.run(UPDATES)
+    plain.run(UPDATES, plan="off", precision="host")
+    assert tried.losses > plain.losses
+    assert same(snapshot(tried.model), snapshot(plain.model))
+
+
+def test_resume_keeps_the_plan(clock: Clock) -> None:
+    whole, first, second = (Host(clock, by_name(**BOTH_WIN)) for _ in range(3))
+    whole.run(UPDATES)
+    held = first.run(6, end=False)
+    state = copy.deepcopy(held.state_dict())
+    again = second.session()
+    again.load_state_dict(state)
+    set_random_state(state["random"])
+    assert again.planner.plan == Plan()  # at its next window
+    second.run(UPDATES, first=6)
+    assert again.planner.plan == second.plan == Plan("bf16", "channels_last")
+    assert again.planner.timings == []
+    assert same(snapshot(second.model), snapshot(whole.model))
+
+
+# -- windows ------------------------------------------------------------------------------------------------------
+
+
+def test_a_plan_changes_between_windows_only(clock: Clock) -> None:
+    host = Host(clock, by_name(**BOTH_WIN))
+    held = host.session(size=4)
+    plans: list[list[Plan]] = []
+    for index in range(40):
+        host.x = torch.rand(host.shape)
+        first = held.window.empty
+        held.micro_batch(len(host.x))
+        if first:
+            held.plan_window(host, 4000 - index, host.x.shape)
+            plans.append([])
+        (host.loss() * held.mean(len(host.x))).backward()
+        plans[-1].append(host.plan)
+        held.backward_done()
+        held.idle()
+    assert all(len(set(window)) == 1 for window in plans)
+    assert plans[0][0] == plans[0][3] == Plan()
+    assert plans[-1][0] == Plan("bf16", "channels_last")
+    assert [s.update for s in held.planner.switches] == [1]  # three steps are enough to know the plain one
+
+
+# -- what earlier runs learnt -------------------------------------------------------------------------------------
+
+
+def test_a_second_run_starts_with_the_plan(clock: Clock, tmp_path: Path) -> None:
+    Host(clock, by_name(**BOTH_WIN)).run(UPDATES, cache_dir=tmp_path)
+    host = Host(clock, by_name(**BOTH_WIN))
+    planner = host.run(UPDATES, cache_dir=tmp_path).planner
+    assert host.losses == UPDATES
+    assert [(s.update, s.plan) for s in planner.switches] == [(0, Plan("bf16", "channels_last"))]
+    assert "remembered" in planner.reason
+
+
+def test_what_does_not_win_is_remembered_too(clock: Clock, tmp_path: Path) -> None:
+    for tries in (True, False):
+        host = Host(clock, by_name())
+        host.run(UPDATES, cache_dir=tmp_path)
+        assert (host.losses > UPDATES) is tries
+
+
+def test_a_longer_run_tries_what_a_shorter_one_could_not(clock: Clock, tmp_path: Path) -> None:
+    seconds = by_name(host=1.0, both=0.9, channels_last=0.9, bf16=0.5)
+    for of, tries, plan in (
+        (220, 1, Plan("bf16", "channels_last")),
+        (220, 0, Plan("bf16", "channels_last")),
+        (1000, 3, Plan("bf16")),
+    ):
+        host = Host(clock, seconds)
+        planner = host.run(UPDATES, of=of, cache_dir=tmp_path).planner
+        assert planner.plan == plan
+        assert len([t for t in planner.timings if t.plan != Plan()]) == tries
+
+
+@pytest.mark.parametrize(
+    "change", [{"clip_norm": 1.0}, {"precision": "fp32"}, {"memory_format": "host"}, {"compile_mode": "max-autotune"}]
+)
+def test_other_settings_are_other_work(clock: Clock, tmp_path: Path, change: dict[str, Any]) -> None:
+    Host(clock, by_name(**BOTH_WIN)).run(UPDATES, cache_dir=tmp_path)
+    Host(clock, by_name(**BOTH_WIN)).run(UPDATES, cache_dir=tmp_path, **change)
+    entries = list(Memory(tmp_path).entries())
+    assert len(entries) == (1 if "clip_norm" in change else 2)
+
+
+@pytest.mark.parametrize("damage", [{"plan": {"precision": "fp8"}}, {"compile": {"x": 1}}, {"tried": None}])
+def test_an_entry_that_is_none_is_measured_anew(clock: Clock, tmp_path: Path, damage: dict[str, Any]) -> None:
+    Host(clock, by_name(**BOTH_WIN)).run(UPDATES, cache_dir=tmp_path)
+    (entry,) = Memory(tmp_path).entries()
+    entry.path.write_text(json.dumps({**entry.data, **damage}))
+    host = Host(clock, by_name(**BOTH_WIN))
+    host.run(UPDATES, cache_dir=tmp_path)
+    assert host.losses > UPDATES
+    assert sum("not usable" in line for line in host.said) == 1
