@@ -7,6 +7,7 @@ compiler must end in an eager run and not in a dead one, and a budget of graphs 
 
 from __future__ import annotations
 
+import copyreg
 import fnmatch
 import logging
 from collections.abc import Callable, Iterator, Sequence
@@ -143,6 +144,15 @@ def refuse_inside_autocast() -> None:
             )
 
 
+def check_backend(name: str) -> None:
+    """Raises CompileRefused on a backend that torch does not know."""
+    if name == "inductor":
+        return
+    known = torch._dynamo.list_backends(exclude_tags=())
+    if name not in known:
+        raise CompileRefused(f"compile_backend={name}: allowed are {', '.join(sorted(known))}")
+
+
 def missing_compiler(device: torch.device, backend: str | Callable[..., Any]) -> str:
     """Why inductor cannot work here, or an empty string. Found before the first step, not in it."""
     if backend != "inductor":
@@ -211,8 +221,30 @@ def preallocate_gradients(model: nn.Module) -> None:
 def _compile_settings(quiet: bool) -> Iterator[None]:
     """Settings of a lazy compile: backward outside autocast, lowered at once so that its errors come here."""
     patch = functorch_config.patch(backward_pass_autocast="off", force_non_lazy_backward_lowering=True)
-    with patch, _without_log("torch._guards") if quiet else nullcontext():
+    with patch, _same_cache_keys(), _without_log("torch._guards") if quiet else nullcontext():
         yield
+
+
+@contextmanager
+def _same_cache_keys() -> Iterator[None]:
+    """The compiler's cache keys are the same in every process.
+
+    They are hashes of pickles, and a memory format is pickled by the name of the first imported module that holds
+    `torch`: another one where imports came in another order, as in a worker. Here it goes by its own name.
+    """
+    table, kind = copyreg.dispatch_table, torch.memory_format
+    before = table.get(kind)
+    table[kind] = _memory_format_name
+    try:
+        yield
+    finally:
+        table.pop(kind, None)
+        if before is not None:
+            table[kind] = before
+
+
+def _memory_format_name(memory_format: torch.memory_format) -> str:
+    return str(memory_format).removeprefix("torch.")
 
 
 @contextmanager

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 from plugins.core.checkpoint import write_atomically
 
@@ -71,8 +72,9 @@ class Memory:
 
     def use_for_compiler(self) -> None:
         """Keep the compiler's cache here too, unless the user set a folder; before the first compile."""
-        if INDUCTOR not in os.environ and self._writable():
-            os.environ[INDUCTOR] = str(self.folder / "inductor")
+        # torch itself sets the variable, to its default, when it first asks for its cache.
+        if os.environ.get(INDUCTOR) in (None, os.path.abspath(default_cache_dir())) and self._writable():  # noqa: PTH100
+            os.environ[INDUCTOR] = str(self.folder.absolute() / "inductor")
 
     def has_code(self) -> bool:
         """Whether the compiler's cache holds anything."""

@@ -363,6 +363,7 @@ class Session:
         path = None
         if hasattr(self, "planner"):
             self.planner.end()
+        self._sum_up()
         if folder is not None:
             try:
                 path = self.write_report(folder)

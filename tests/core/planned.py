@@ -65,12 +65,10 @@ class Blocks(nn.Module):
 class Host:
     """A loop that answers trials: `loss` takes `costs(plan)` seconds, and may be made wrong or fail."""
 
-    def __init__(
-        self, clock: Clock, costs: Costs, model: nn.Module | None = None, shape: tuple[int, ...] = (4, 3, 8, 8)
-    ):
+    def __init__(self, clock: Clock, costs: Costs, model: type[nn.Module] = Net, shape: tuple[int, ...] = (4, 3, 8, 8)):
         torch.manual_seed(0)
         self.clock, self.costs, self.shape = clock, costs, shape
-        self.model = model or Net()
+        self.model: Any = model()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
         self.plan = Plan()
         self.wrong: Callable[[Plan], float] = lambda plan: 0.0  # added to the loss

@@ -1,0 +1,306 @@
+"""The compile worker: real processes, stood in for where they are to fail."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+
+from plugins.core import beside, precompile
+from plugins.core import plan as planning
+from plugins.core.plan import Plan
+from plugins.core.planfile import PLAN_NAME
+from plugins.core.precompile import Call, Captured, Like, Worker, kinds, made
+from plugins.core.remember import INDUCTOR, Memory
+from tests.core.planned import Blocks, Clock, Host, by_name
+from tests.core.tiny import mlp, same, snapshot
+
+COMPILED = Plan(compile="regional")
+HANGS = "import time; time.sleep(600)"
+CRASHES = "import sys; print('a line', file=sys.stderr); sys.exit('internal compiler error')"
+READY = ""
+
+
+# -- what a worker is given ---------------------------------------------------------------------------------------
+
+
+def test_kinds_keep_everything_but_values() -> None:
+    x = torch.rand(3, 4).t().requires_grad_()
+    (kind, *_), _ = given = kinds(([x, 2, None], {"mask": torch.ones(2, dtype=torch.bool)}))
+    assert kind == Like((4, 3), (1, 4), torch.float32, "cpu", True)
+    (again, two, nothing), named = made(pickle.loads(pickle.dumps(given)))
+    assert (again.shape, again.stride(), again.requires_grad, two, nothing) == (x.shape, x.stride(), True, 2, None)
+    assert named["mask"].dtype is torch.bool
+    assert not again.any()
+
+
+def test_captured_is_one_call_a_kind_and_leaves_no_trace() -> None:
+    model = Blocks(4)
+    with Captured(list(model.blocks)) as captured:
+        for _ in range(2):
+            model(torch.rand(4, 6))
+    assert [call.args[0].requires_grad for call in captured.calls] == [False, True]  # the first block's input, and on
+    assert all(m._compiled_call_impl is None for m in model.modules())
+    assert all(call.autocast is None for call in captured.calls)
+
+
+def test_captured_notes_autocast_and_only_what_would_be_compiled() -> None:
+    model = mlp()
+    with (
+        Captured([model], takes=lambda args: len(args[0]) == 4) as captured,
+        torch.autocast("cpu", dtype=torch.bfloat16),
+    ):
+        model(torch.rand(4, 3))
+        model(torch.rand(5, 3))
+    assert [(call.args[0].shape, call.autocast) for call in captured.calls] == [((4, 3), ("cpu", torch.bfloat16))]
+
+
+def test_a_worker_of_a_model_of_the_script_itself() -> None:
+    """Classes that another process cannot import travel by value."""
+
+    class Own(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * 2
+
+    job = pickle.loads(cloudpickle.dumps([Call(Own(), (1,), {}, None)]))
+    assert job[0].module(3) == 6
+
+
+# -- stand-ins in the run -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Host:
+    """A loop of a model that may be compiled, in 1.0 s a step eagerly and 0.5 s compiled, of 1,000 updates."""
+    monkeypatch.setattr(planning, "bf16_is_fast", lambda device: False)
+    monkeypatch.setattr(beside, "fusable_share", fusable)
+    monkeypatch.setenv(INDUCTOR, str(tmp_path / "inductor"))
+    return new_host(Clock(monkeypatch))
+
+
+def new_host(clock: Clock) -> Host:
+    return Host(clock, by_name(host=1.0, compiled=0.5), Blocks, (4, 6))
+
+
+def fusable(trial: Any, device: torch.device, clear: Any) -> float:
+    trial.loss()
+    return 0.5
+
+
+def stand_in(monkeypatch: pytest.MonkeyPatch, code: str) -> None:
+    monkeypatch.setattr(precompile, "command", lambda: [sys.executable, "-c", code])
+
+
+def run(host: Host, folder: Path | None = None, updates: int = 10, **options: Any) -> Any:
+    """The planner after a run; at every window's start a worker that is to end by itself has ended."""
+
+    def wait(update: int) -> None:
+        worker = host.open.planner.beside._worker
+        if worker is not None and worker.budget:
+            worker.process.wait(timeout=300)
+
+    each = options.pop("each", wait)
+    host.run(updates, folder, each=each, **{"compile": "auto", "compile_backend": "eager", **options})
+    return host.open.planner
+
+
+def one_line(host: Host) -> str:
+    (line,) = [line for line in host.said if "compile" in line]
+    assert "\n" not in line
+    assert line.endswith("the run goes on eagerly")
+    return line
+
+
+def test_ready_code_is_changed_over_to(host: Host, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    stand_in(monkeypatch, READY)
+    planner = run(host, tmp_path)
+    assert planner.plan == COMPILED
+    assert [s.update for s in planner.switches] == [5]  # begun at 4, once three steps were timed
+    facts = host.open.report.compile
+    assert facts.reason.startswith("0.5 s a step, eager 1 s")
+    assert facts.break_even_update is not None
+    assert facts.graphs >= 1
+    assert host.said == []
+    assert all(m._compiled_call_impl is None for m in host.model.modules())
+
+
+def test_code_that_does_not_win_is_not_run(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in(monkeypatch, READY)
+    host.costs = by_name(host=1.0, compiled=1.0)
+    planner = run(host)
+    assert planner.plan == Plan()
+    assert planner.switches == []
+    assert "does not win" in host.open.report.compile.reason
+    assert host.open.report.compile.decision == "eager"
+    assert all(m._compiled_call_impl is None for m in host.model.modules())
+
+
+def test_a_compile_that_loses_leaves_the_weights_of_an_eager_run(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in(monkeypatch, READY)
+    host.costs = by_name(host=1.0, compiled=2.0)
+    run(host)
+    plain = new_host(host.clock)
+    plain.run(10, plan="off", precision="host")
+    assert same(snapshot(host.model), snapshot(plain.model))
+
+
+def test_a_run_that_changed_over_is_the_run_with_its_file(
+    host: Host, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    stand_in(monkeypatch, READY)
+    run(host, tmp_path)
+    again = new_host(host.clock)
+    planner = run(again, plan=tmp_path / PLAN_NAME)
+    assert planner.switches == host.open.planner.switches != []
+    assert same(snapshot(again.model), snapshot(host.model))
+
+
+def test_a_hanging_compiler_is_given_up_at_its_budget(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in(monkeypatch, HANGS)
+    pids: list[int] = []
+
+    def out_of_time(update: int) -> None:
+        worker = host.open.planner.beside._worker
+        if worker is not None:
+            pids.append(worker.process.pid)
+            worker.budget = 0.0
+
+    planner = run(host, each=out_of_time)
+    assert planner.state == "done"
+    assert "outlived its budget" in one_line(host)
+    assert len(pids) == 1
+    with pytest.raises(ProcessLookupError):
+        os.kill(pids[0], 0)
+
+
+def test_a_hanging_compiler_does_not_outlive_the_run(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in(monkeypatch, HANGS)
+    workers: list[Worker] = []
+
+    def keep(update: int) -> None:
+        workers.extend(w for w in [host.open.planner.beside._worker] if w is not None)
+
+    run(host, each=keep)
+    assert workers[0].process.poll() == -signal.SIGKILL
+    assert not workers[0].folder.exists()
+    assert "ended before" in host.open.report.compile.reason
+
+
+def test_a_crashing_compiler_is_one_line(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in(monkeypatch, CRASHES)
+    planner = run(host)
+    assert planner.plan == Plan()
+    assert "internal compiler error" in one_line(host)
+    assert "internal compiler error" in host.open.report.compile.reason
+
+
+def test_a_killed_worker_is_one_line_and_tried_again_in_the_next_run(
+    host: Host, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    stand_in(monkeypatch, "import os; os.kill(os.getpid(), 9)")
+    run(host, cache_dir=tmp_path / "cache")
+    assert "killed (signal 9)" in one_line(host)
+    stand_in(monkeypatch, READY)
+    assert run(new_host(host.clock), cache_dir=tmp_path / "cache").plan == COMPILED
+
+
+def test_a_model_that_cannot_be_pickled_is_one_line(host: Host, tmp_path: Path) -> None:
+    host.model.blocks[0].lock = threading.Lock()  # type: ignore[assignment]
+    planner = run(host)
+    assert planner.plan == Plan()
+    assert "cannot be handed to a compile worker" in one_line(host)
+
+
+def test_a_worker_that_does_not_fit_into_memory(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(beside.memory, "room_for_worker", lambda device: False)
+    monkeypatch.setattr(precompile, "command", lambda: pytest.fail("no worker"))
+    assert run(host).plan == COMPILED  # in the run itself
+
+
+def test_a_run_too_short_says_how_many_updates_a_compile_needs(host: Host) -> None:
+    host.run(8, of=30, compile="auto", compile_backend="eager")
+    assert host.losses == 8
+    assert "pays in a run of about 58 updates or more; 26 are left" in host.open.report.compile.reason
+
+
+# -- what was learnt ----------------------------------------------------------------------------------------------
+
+
+def test_a_second_run_compiles_from_its_first_update(
+    host: Host, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    stand_in(monkeypatch, READY)
+    monkeypatch.setattr(Memory, "has_code", lambda self: True)
+    run(host, cache_dir=tmp_path / "cache")
+    monkeypatch.setattr(precompile, "command", lambda: pytest.fail("no second compile"))
+    again = new_host(host.clock)
+    planner = run(again, cache_dir=tmp_path / "cache")
+    assert again.losses == 10
+    assert [(s.update, s.plan) for s in planner.switches] == [(0, COMPILED)]
+
+
+def test_code_that_went_away_is_compiled_again_beside_the_run(
+    host: Host, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    stand_in(monkeypatch, READY)
+    run(host, cache_dir=tmp_path / "cache")
+    assert [s.update for s in run(new_host(host.clock), cache_dir=tmp_path / "cache").switches] == [5]
+
+
+def test_a_longer_run_asks_again_and_a_loser_is_not_asked_twice(
+    host: Host, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    host.costs = by_name(host=1.0, compiled=2.0)
+    stand_in(monkeypatch, READY)
+    options = {"compile": "auto", "compile_backend": "eager", "cache_dir": tmp_path / "cache"}
+    host.run(8, of=30, **options)
+    second = new_host(host.clock)
+    second.costs = host.costs
+    assert "does not win" in run(second, cache_dir=tmp_path / "cache").beside.learnt.reason
+    third = new_host(host.clock)
+    assert "does not win" in run(third, cache_dir=tmp_path / "cache").beside.learnt.reason
+    assert third.losses == 10
+
+
+def test_past_the_budget_of_graphs_the_plan_is_eager_and_stays_so(
+    host: Host, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    stand_in(monkeypatch, READY)
+    planner = run(host, tmp_path, cache_dir=tmp_path / "cache", recompile_budget=1)
+    assert [s.plan for s in planner.switches] == [COMPILED, Plan()]
+    assert "recompile_budget" in host.open.report.compile.reason
+    assert host.open.report.speed.plan == "host"
+    again = new_host(host.clock)
+    assert run(again, cache_dir=tmp_path / "cache", recompile_budget=1).switches == []
+
+
+# -- the real one -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.inductor
+def test_the_run_finds_the_workers_code_in_the_cache(
+    host: Host, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv(INDUCTOR)
+    cache = tmp_path / "cache"
+    for updates, switched in ((8, 5), (3, 0)):
+        counters.clear()
+        torch._dynamo.reset()
+        held = new_host(host.clock)
+        planner = run(held, tmp_path, updates, compile_backend="inductor", cache_dir=cache)
+        assert [(s.update, s.plan) for s in planner.switches] == [(switched, COMPILED)], planner.beside.learnt
+        assert counters["inductor"]["fxgraph_cache_hit"] > 0
+        assert counters["inductor"]["fxgraph_cache_miss"] == 0
+        assert held.open.report.compile.cache == "warm"
+        assert held.said == []
+    assert os.environ[INDUCTOR] == str(cache / "inductor")
