@@ -19,14 +19,19 @@ from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource
 from plugins.errors import AccelError
 
 ENV_PREFIX = "ACCEL_"
+CONFIG_VARIABLE = "ACCEL_CONFIG"  # names the file, as `config` does
 DEFAULT_FILE = "accel.yaml"
+WORDS = ("auto", "on", "off", "host")  # in any case; other words are names and paths
 
 
 def _word(value: Any) -> Any:
     """YAML 1.1 reads `on` and `off` as booleans; here they are words."""
     if isinstance(value, bool):
         return "on" if value else "off"
-    return value.strip() if isinstance(value, str) else value
+    if not isinstance(value, str):
+        return value
+    word = value.strip()
+    return {"true": "on", "false": "off"}.get(word.lower(), word.lower() if word.lower() in WORDS else word)
 
 
 def _edges(value: Any) -> Any:
@@ -133,13 +138,13 @@ class AccelConfig(BaseSettings):
     cache_dir: Annotated[Literal["auto"] | Path, Word] = _field(
         "auto", "auto, or a path", "compile cache of this project"
     )
-    seed: Annotated[Literal["host"] | Annotated[int, Field(ge=0)], Word] = _field(
-        "host", "host, or an integer of at least 0", "all generators, loader workers included"
+    seed: Annotated[Literal["host"] | Annotated[int, Field(ge=0, lt=2**63)], Word] = _field(
+        "host", "host, or an integer from 0 to 2^63 - 1", "all generators, loader workers included"
     )
 
     def __init__(self, config: str | Path | None = None, **options: Any) -> None:
         try:
-            super().__init__(**{**_read_file(config), **_read_env(), **options})
+            super().__init__(**{**_read_file(config or os.environ.get(CONFIG_VARIABLE)), **_read_env(), **options})
         except ValidationError as error:
             raise AccelError(_one_line(error)) from None
 
@@ -196,7 +201,21 @@ def _read_file(config: str | Path | None) -> dict[str, Any]:
 
 
 def _read_env() -> dict[str, str]:
-    return {key[len(ENV_PREFIX) :].lower(): value for key, value in os.environ.items() if key.startswith(ENV_PREFIX)}
+    found, names = {}, _names()
+    for key, value in os.environ.items():
+        if key.startswith(ENV_PREFIX) and key != CONFIG_VARIABLE:
+            name = key[len(ENV_PREFIX) :].lower()
+            if name not in names:
+                raise AccelError(_unknown(name, f"{key}={value}"))
+            found[name] = value
+    return found
+
+
+def _unknown(name: str, shown: str) -> str:
+    names = _names()
+    near = difflib.get_close_matches(name, names, n=1)
+    hint = f"did you mean {near[0]}? Allowed fields" if near else "allowed fields"
+    return f"{shown}: unknown field; {hint}: {', '.join(names)}"
 
 
 def _one_line(error: ValidationError) -> str:
@@ -206,9 +225,7 @@ def _one_line(error: ValidationError) -> str:
         return str(first["msg"]).removeprefix("Value error, ")
     name, names = str(first["loc"][0]), _names()
     if first["type"] == "extra_forbidden":
-        near = difflib.get_close_matches(name, names, n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        return f"{name}={first['input']}: unknown field{hint} Allowed fields: {', '.join(names)}"
+        return _unknown(name, f"{name}={first['input']}")
     public = name.removesuffix("_")
     values = [e["input"] for e in error.errors(include_url=False) if e["loc"][0] == name]
     return f"{public}={values[0]}: allowed are {names[public]}"

@@ -34,7 +34,11 @@ def start(trainer: Any, options: Mapping[str, Any] | None = None) -> None:
     from plugins.core.report import versions
     from plugins.core.session import Session
 
-    state = find_state(trainer, Session.files)
+    damaged = ""
+    try:
+        state = find_state(trainer, Session.files)
+    except Session.files.DamagedState as error:
+        state, damaged = None, f"{error}; "
     given = AccelConfig(**(options or {})).given()
     kept = dict((state or {}).get("config", {}))
     if {"accumulate", "effective_batch"} & given.keys():  # one replaces the other
@@ -44,7 +48,8 @@ def start(trainer: Any, options: Mapping[str, Any] | None = None) -> None:
     session.report.versions = versions("ultralytics", "torchvision")
     if trainer.resume:
         if state is None:
-            session.warn("no extra state lies beside this checkpoint: resuming from the averaged weights, as the host")
+            why = damaged or "no extra state lies beside this checkpoint: "
+            session.warn(f"{why}resuming from the averaged weights, as the host")
         else:
             _log.info(f"accel: resuming live weights, optimizer, window and random state; settings {config.given()}")
     check(config, {"batch": trainer.batch_size})

@@ -141,7 +141,11 @@ class Adapter:
             if self.size is not None:
                 schedule.set_weight_decay(trainer, trainer.batch_size * self.size)
             self._mosaic_closed = state["mosaic_closed"]
-            loader.restore(trainer.train_loader, state["loader"], self._mosaic_closed)
+            if not loader.restore(trainer.train_loader, state["loader"], self._mosaic_closed):
+                self.seam.warn(
+                    f"the data set holds {len(trainer.train_loader.dataset)} images, and held "
+                    f"{state['loader']['samples']} when this checkpoint was saved: their order begins anew"
+                )
             self._draw = state["draw"] and (state["draw"][0], tuple(state["draw"][1]), state["draw"][2])
             self.seam.files.set_random_state(state["random"])
 
@@ -238,7 +242,10 @@ class Adapter:
         self._nominal = trainer.accumulate  # as the host has just computed it from nbs and this batch
         window.size, window.expected = size, size or self._nominal
         if size is not None:
-            schedule.set_weight_decay(trainer, trainer.batch_size * size)
+            total = len(trainer.train_loader) * trainer.epochs
+            if size > total:
+                self.seam.warn(f"{size} micro-batches an update: the run holds only {total}, which make its one update")
+            schedule.set_weight_decay(trainer, trainer.batch_size * min(size, total))
         trainer.accumulate = 1  # so that the host calls optimizer_step after every micro-batch
         self.seam.describe_window(trainer.batch_size)
 

@@ -251,7 +251,7 @@ def _import(name: str) -> ModuleType:
             raise CommandError(f"callbacks={name}: {_what(error)}{_where(error)}") from error
         parent = sys.modules.get(error.name.rpartition(".")[0])
         looked = f"in the package {_file(parent)}" if parent else "in the current directory and Python's path"
-        raise CommandError(f"callbacks={name}: no module {error.name} {looked}; {ALLOWED}") from error
+        raise CommandError(f"callbacks={name}: no module '{error.name}' {looked}; {ALLOWED}") from error
     except (Exception, SystemExit) as error:
         raise CommandError(f"callbacks={name}: {_what(error)}{_where(error)}") from error
 

@@ -16,20 +16,23 @@ def position(loader: Any) -> dict[str, Any]:
     """The loader's state at the end of an epoch, loadable with `weights_only=True`."""
     generator = getattr(loader, "generator", None)
     return {
+        "samples": len(loader.dataset),
         "generator": generator.get_state() if generator is not None else None,
         "buffer": [int(i) for i in getattr(loader.dataset, "buffer", ())],
     }
 
 
-def restore(loader: Any, state: dict[str, Any], mosaic_closed: bool) -> None:
-    """Bring a fresh loader to where `position` was taken.
+def restore(loader: Any, state: dict[str, Any], mosaic_closed: bool) -> bool:
+    """Bring a fresh loader to where `position` was taken; False where the data set is another one now.
 
     The straight run goes on with the iterator that it made long ago, unless the host closes the mosaic now, which
     begins a new one. A host that resumes closes it in any case: `mosaic_closed` says that the straight run did before.
     """
+    if state["samples"] != len(loader.dataset):
+        return False
     _refill(loader.dataset, state["buffer"])
     if state["generator"] is None or loader.num_workers > 0:
-        return  # workers draw ahead and from generators of their own: equal in distribution, not bit for bit
+        return True  # workers draw ahead and from generators of their own: equal in distribution, not bit for bit
     begins_anew = False
     reset, make_iterator = loader.reset, loader._get_iterator
 
@@ -49,6 +52,7 @@ def restore(loader: Any, state: dict[str, Any], mosaic_closed: bool) -> None:
         return iterator
 
     loader.reset, loader._get_iterator = note_reset, first_iterator
+    return True
 
 
 def _pending_draw(loader: Any) -> None:

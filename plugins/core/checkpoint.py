@@ -24,6 +24,10 @@ SUFFIX = ".accel"
 IDENTITY = 12  # hexadecimal digits of the checkpoint's SHA-256 in the name
 
 
+class DamagedState(ValueError):
+    """Extra state that cannot be read; the message is one line that names the file."""
+
+
 class AtomicPath(type(Path())):  # type: ignore[misc]
     """A path whose `write_bytes` is atomic, and whose children (`path / name`) are such paths too.
 
@@ -117,13 +121,20 @@ def save_beside(checkpoint: Path, data: bytes | memoryview, state: Mapping[str, 
 
 
 def load_beside(checkpoint: Path) -> dict[str, Any] | None:
-    """The extra state that belongs to this very checkpoint, or None (a host's own, or one written by another run)."""
+    """The extra state that belongs to this very checkpoint, or None (a host's own, or one written by another run).
+
+    Raises:
+        DamagedState
+    """
     identity = digest(checkpoint)
     target = beside(checkpoint, identity)
     if not target.is_file():
         return None
-    state = torch.load(target, map_location="cpu", weights_only=True)
-    return dict(state) if state.get("checkpoint") == identity else None
+    try:
+        state = torch.load(target, map_location="cpu", weights_only=True)
+        return dict(state) if state["checkpoint"] == identity else None
+    except Exception as error:
+        raise DamagedState(f"{target}: damaged ({type(error).__name__})") from None
 
 
 def drop_beside(checkpoint: Path, keep: Path | None = None) -> None:

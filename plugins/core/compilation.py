@@ -71,6 +71,7 @@ class Compilation:
         if self.config.compile == "off":
             self.facts.reason = "compile=off"
             return
+        compiling.check_backend(self.config.compile_backend)
         modules, scope = self.modules()
         if self.config.compile == "auto":
             self.facts.reason = self.impossible or "compile=auto starts eager"
@@ -127,10 +128,19 @@ class Compilation:
             )
 
     def validation(self, model: nn.Module) -> None:
-        """Compile the model that validation runs, once, where `validate=compiled` asks; it falls back alone."""
-        if self.config.validate_ != "compiled" or self.config.compile != "on":
+        """Compile the model that validation runs where training is compiled and `validate=compiled` asks; it falls
+        back alone."""
+        if self.config.validate_ != "compiled" or not self.active:
             return
         if any(part.module is model for part in self._validated):
+            built = self.watch.phases().get("validation", 0)
+            if built > self.config.recompile_budget and any(part.active for part in self._validated):
+                for part in self._validated:
+                    part.undo()
+                self.warn(
+                    f"compile: validation alone built {built} graphs, over recompile_budget="
+                    f"{self.config.recompile_budget}; it goes on eagerly"
+                )
             return
         part = compiling.InPlace(
             model,

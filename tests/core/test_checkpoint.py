@@ -4,6 +4,7 @@ import errno
 import io
 import os
 import random
+import re
 import signal
 import stat
 import subprocess
@@ -292,3 +293,13 @@ def test_a_state_without_numpy_loads() -> None:
     state = checkpoint.random_state()
     del state["numpy"]
     checkpoint.set_random_state(state)
+
+
+@pytest.mark.parametrize("content", [b"", b"garbage", None])
+def test_damaged_extra_state_names_its_file(tmp_path: Path, content: bytes | None) -> None:
+    last = tmp_path / "last.pt"
+    last.write_bytes(b"weights")
+    extra = checkpoint.save_beside(last, b"weights", {"x": torch.zeros(1000)})
+    extra.write_bytes(extra.read_bytes()[:500] if content is None else content)
+    with pytest.raises(checkpoint.DamagedState, match=re.escape(str(extra))):
+        checkpoint.load_beside(last)

@@ -161,8 +161,8 @@ def test_broken_lines_go_to_the_host_whole(line: list[str]) -> None:
 
 
 BAD = {
-    "no.such.module": ("", "no module no"),
-    "os.nothing": ("", "no module os.nothing"),
+    "no.such.module": ("", "no module 'no'"),
+    "os.nothing": ("", "no module 'os.nothing'"),
     "mine.py": ("callbacks = {}", "not the name of a module"),
     "./mine": ("callbacks = {}", "not the name of a module"),
     "without": ("x = 1", "without.py has no `callbacks`"),

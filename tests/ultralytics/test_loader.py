@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -87,3 +88,10 @@ def test_a_dataset_without_a_mosaic_buffer() -> None:
     state = position_of.position(loader)
     assert state["buffer"] == []
     position_of.restore(loader, state, False)
+
+
+def test_a_data_set_of_another_size_begins_anew() -> None:
+    data = [torch.zeros(1)] * 6
+    kept = position_of.position(SimpleNamespace(dataset=data, generator=torch.Generator()))
+    other = SimpleNamespace(dataset=data[:4], generator=torch.Generator(), num_workers=0)
+    assert position_of.restore(other, kept, mosaic_closed=False) is False

@@ -200,7 +200,7 @@ def test_a_missing_module_is_one_line_and_nothing_is_written(installed: Environm
     before = sorted(folder.rglob("*"))
     done = installed.yolo(folder, "train", "callbacks=no.such.module", "model=yolov8n.yaml")
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
-    assert "callbacks=no.such.module: no module no " in done.stderr
+    assert "callbacks=no.such.module: no module 'no' " in done.stderr
     assert sorted(folder.rglob("*")) == before
 
 
