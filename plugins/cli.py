@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
 from plugins.errors import AccelError
+
+if TYPE_CHECKING:
+    from plugins.core.remember import Memory
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
@@ -55,7 +58,7 @@ def report(run: Annotated[Path, typer.Argument(help="A run's folder, or its acce
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
         words = summary(data)
-    except (ValueError, KeyError, UnicodeDecodeError) as error:
+    except (ValueError, KeyError, TypeError, UnicodeDecodeError) as error:
         raise AccelError(f"run={path}: not an accel report: {type(error).__name__} {error}") from None
     console = Console()
     console.print(words)
@@ -66,6 +69,83 @@ def report(run: Annotated[Path, typer.Argument(help="A run's folder, or its acce
         for name, value in data[part].items():
             table.add_row(part, name, str(value))
     console.print(table)
+
+
+cache = typer.Typer(no_args_is_help=True, help="What earlier runs learnt: plans, and compiled code.")
+app.add_typer(cache, name="cache")
+Folder = Annotated[Path | None, typer.Option(help="The cache folder; default: this project's.")]
+
+
+@cache.command("list")
+def list_cache(folder: Folder = None) -> None:
+    """Print the remembered plans, and the size of the compiled code."""
+    memory = _memory(folder)
+    table = Table("work", "plan", "device", "torch", "parameters", "compile", "days old")
+    for entry in memory.entries():
+        data, compile_ = entry.data, entry.data.get("compile", {})
+        seconds = f"cold {compile_['cold_seconds']:.1f} s" if compile_.get("cold_seconds") else "-"
+        table.add_row(
+            entry.path.stem[:12], _plan_name(data.get("plan")), str(data.get("device", "-")),
+            str(data.get("torch", "-")), f"{data.get('parameters', 0):,}", seconds, f"{entry.age_days:.1f}",
+        )  # fmt: skip
+    console = Console()
+    console.print(table)
+    code = [path.stat().st_size for path in (memory.folder / "inductor").rglob("*") if path.is_file()]
+    console.print(f"{memory.folder}: {table.row_count} plans, {sum(code) / 2**20:.1f} MiB of compiled code")
+
+
+@cache.command()
+def prune(
+    older_than: Annotated[float, typer.Option(min=0, help="Days; 0 removes everything.")] = 30.0, folder: Folder = None
+) -> None:
+    """Remove plans and compiled code that were not written for so many days."""
+    plans, code = _memory(folder).prune(older_than)
+    print(f"removed {plans} plans and {code} files of compiled code")
+
+
+@cache.command("export")
+def export_cache(target: Annotated[Path, typer.Argument(help="The .tar.gz to write.")], folder: Folder = None) -> None:
+    """Pack plans and compiled code, to warm another machine of the same kind."""
+    memory = _memory(folder)
+    try:
+        count = memory.export(target)
+    except OSError as error:
+        raise AccelError(f"target={target}: {error.strerror or error}") from None
+    print(f"packed {count} files into {target}")
+
+
+@cache.command("import")
+def import_cache(
+    source: Annotated[Path, typer.Argument(help="What `accel cache export` wrote; it holds code: trust it.")],
+    folder: Folder = None,
+) -> None:
+    """Unpack what `accel cache export` wrote."""
+    from plugins.core.remember import CacheError
+
+    memory = _memory(folder, there=False)
+    try:
+        count = memory.load(source)
+    except CacheError as error:
+        raise AccelError(f"source={error}") from None
+    print(f"unpacked {count} files into {memory.folder}")
+
+
+def _memory(folder: Path | None, there: bool = True) -> Memory:
+    from plugins.core.remember import Memory, default_folder
+
+    memory = Memory(folder or default_folder(), warn=lambda text: print(f"accel: {text}", file=sys.stderr))
+    if there and not memory.folder.is_dir():
+        raise AccelError(f"folder={memory.folder}: no such folder; a run writes it, or give --folder")
+    return memory
+
+
+def _plan_name(data: Any) -> str:
+    from plugins.core.plan import Plan
+
+    try:
+        return Plan.from_dict(data).name
+    except (ValueError, TypeError, AttributeError):
+        return "not readable"
 
 
 def main() -> None:

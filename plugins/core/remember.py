@@ -14,7 +14,7 @@ import json
 import os
 import tarfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,6 +51,10 @@ def fingerprint(model: nn.Module, shape: tuple[int, ...], device: torch.device, 
     return hashlib.sha256(json.dumps(parts, default=str).encode()).hexdigest()
 
 
+class CacheError(ValueError):
+    """A pack that is none or not safe; the message is one line that names it."""
+
+
 @dataclass
 class Entry:
     """One remembered plan, for `accel cache list`."""
@@ -60,7 +64,15 @@ class Entry:
 
     @property
     def age_days(self) -> float:
-        return (time.time() - self.path.stat().st_mtime) / 86400
+        return age_days(self.path)
+
+
+def age_days(path: Path) -> float:
+    return (time.time() - path.stat().st_mtime) / 86400
+
+
+def _older(paths: Iterable[Path], days: float) -> list[Path]:
+    return [path for path in paths if path.is_file() and age_days(path) >= days]
 
 
 class Memory:
@@ -92,7 +104,9 @@ class Memory:
             return None
         try:
             data = json.loads(text)
-            if data["key"] != key or data["schema"] != SCHEMA:
+            if data["schema"] != SCHEMA:
+                return None  # of another release
+            if data["key"] != key:
                 raise ValueError("it holds another entry")
         except (ValueError, KeyError, TypeError) as error:
             self._discard(path, error)
@@ -113,12 +127,13 @@ class Memory:
             if data is not None:
                 yield Entry(path, data)
 
-    def prune(self, older_than_days: float) -> int:
-        """Remove entries that were not written for so long; returns how many."""
-        old = [entry for entry in self.entries() if entry.age_days >= older_than_days]
-        for entry in old:
-            entry.path.unlink(missing_ok=True)
-        return len(old)
+    def prune(self, older_than_days: float) -> tuple[int, int]:
+        """Remove plans and compiled code that were not written for so long; returns how many files of each."""
+        plans = _older(self.plans.glob("*.json"), older_than_days)
+        code = _older((self.folder / "inductor").rglob("*"), older_than_days)
+        for path in (*plans, *code):
+            path.unlink(missing_ok=True)
+        return len(plans), len(code)
 
     def export(self, target: Path) -> int:
         """Pack plans and compiled code into one .tar.gz, to warm another machine; returns the files in it."""
@@ -131,12 +146,25 @@ class Memory:
         return len(files)
 
     def load(self, source: Path) -> int:
-        """Unpack what `export` packed; returns the files. Paths outside of the folder are refused by tarfile."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        with tarfile.open(source, mode="r:gz") as pack:
-            members = [member for member in pack.getmembers() if member.isfile()]
-            pack.extractall(self.folder, members=members, filter="data")
-        return len(members)
+        """Unpack what `export` packed; returns the files. Compiled code runs: import only packs that you trust.
+
+        Raises:
+            CacheError: no pack, or one that holds more than plain files inside of the folder; nothing is written then.
+        """
+        try:
+            with tarfile.open(source, mode="r:gz") as pack:
+                members = pack.getmembers()
+                for member in members:
+                    tarfile.data_filter(member, str(self.folder))
+                    if not (member.isfile() or member.isdir()):
+                        raise CacheError(f"{source}: holds {member.name}, which is no plain file; nothing was imported")
+                self.folder.mkdir(parents=True, exist_ok=True)
+                pack.extractall(self.folder, members=members, filter="data")
+        except tarfile.FilterError as error:
+            raise CacheError(f"{source}: {error}; nothing was imported") from None
+        except (tarfile.TarError, EOFError, OSError) as error:
+            raise CacheError(f"{source}: cannot be imported: {str(error).splitlines()[0]}") from None
+        return sum(member.isfile() for member in members)
 
     def _path(self, key: str) -> Path:
         return self.plans / f"{key}.json"

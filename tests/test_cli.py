@@ -1,0 +1,133 @@
+"""`accel`: what it prints, and that a user's mistake is one line and exit code 1."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from plugins import cli
+from plugins.core.remember import Memory
+from plugins.core.report import Report
+
+KEY = "ab" * 32
+
+
+@pytest.fixture
+def accel(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path):  # type: ignore[no-untyped-def]
+    """`accel("doctor")`: exit code, stdout, stderr."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def run(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["accel", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        return int(ended.value.code or 0), *capsys.readouterr()
+
+    return run
+
+
+@pytest.fixture
+def memory(tmp_path: Path) -> Memory:
+    made = Memory(tmp_path / "cache")
+    made.keep(
+        KEY,
+        {
+            "plan": {"precision": "bf16", "memory_format": "channels_last", "compile": "regional"},
+            "compile": {"cold_seconds": 3.25},
+            "device": "cpu",
+            "torch": "2.14.1",
+            "parameters": 3011238,
+        },
+    )
+    return made
+
+
+def one_line(code: int, error: str) -> str:
+    assert code == 1
+    assert error.startswith("accel: ")
+    assert error.count("\n") == 1
+    return error
+
+
+def test_doctor_says_what_is_here(accel) -> None:  # type: ignore[no-untyped-def]
+    code, out, _ = accel("doctor")
+    assert code == 0
+    assert torch.__version__ in out
+    assert "precision=auto" in out
+    assert "compile" in out
+
+
+def test_report_in_words_and_figures(accel, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    made = Report("test", {})
+    made.window.updates, made.warnings = 7, ["look here"]
+    made.write(tmp_path / "run")
+    for given in (tmp_path / "run", tmp_path / "run" / "accel_report.json"):
+        code, out, _ = accel("report", given)
+        assert code == 0
+        assert "7 updates" in out
+        assert "look here" in out
+
+
+@pytest.mark.parametrize("text", [None, "", "[]", "{}", '{"window": 1}', "\xff\xfe"])
+def test_a_report_that_is_none_is_one_line(accel, tmp_path: Path, text: str | None) -> None:  # type: ignore[no-untyped-def]
+    if text is not None:
+        (tmp_path / "accel_report.json").write_text(text, encoding="latin-1")
+    code, _, error = accel("report", tmp_path)
+    assert "run=" in one_line(code, error)
+
+
+def test_cache_list(accel, memory: Memory) -> None:  # type: ignore[no-untyped-def]
+    (memory.folder / "inductor").mkdir()
+    (memory.folder / "inductor" / "x.so").write_bytes(bytes(2 * 2**20))
+    code, out, _ = accel("cache", "list", "--folder", memory.folder)
+    assert code == 0
+    for word in (KEY[:12], "bf16 + channels_last + regional compile", "3,011,238", "cold 3.2 s", "1 plans, 2.0 MiB"):
+        assert word in out
+
+
+def test_cache_list_survives_entries_that_are_none(accel, memory: Memory) -> None:  # type: ignore[no-untyped-def]
+    memory.keep("cd" * 32, {"plan": 7})
+    (memory.plans / "broken.json").write_text("{")
+    code, out, error = accel("cache", "list", "--folder", memory.folder)
+    assert code == 0
+    assert "not readable" in out
+    assert "damaged" in error
+
+
+def test_cache_prune(accel, memory: Memory) -> None:  # type: ignore[no-untyped-def]
+    assert accel("cache", "prune", "--folder", memory.folder)[1].startswith("removed 0 plans")
+    assert accel("cache", "prune", "--older-than", 0, "--folder", memory.folder)[1].startswith("removed 1 plans")
+    assert list(memory.entries()) == []
+
+
+def test_cache_export_and_import_into_the_projects_own_folder(accel, memory: Memory, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    assert accel("cache", "export", tmp_path / "c.tar.gz", "--folder", memory.folder)[0] == 0
+    code, out, _ = accel("cache", "import", tmp_path / "c.tar.gz")
+    assert (code, "unpacked 1 files" in out) == (0, True)
+    assert KEY[:12] in accel("cache", "list")[1]
+
+
+def test_mistakes_are_one_line(accel, memory: Memory, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    (tmp_path / "no.tar.gz").write_text("no")
+    for arguments, word in (
+        (("cache", "list"), "no such folder"),
+        (("cache", "list", "--folder", tmp_path / "absent"), "no such folder"),
+        (("cache", "export", tmp_path / "absent" / "c.tar.gz", "--folder", memory.folder), "No such file"),
+        (("cache", "import", tmp_path / "no.tar.gz"), "cannot be imported"),
+        (("cache", "import", tmp_path / "absent.tar.gz"), "cannot be imported"),
+    ):
+        code, _, error = accel(*arguments)
+        assert word in one_line(code, error)
+
+
+@pytest.mark.parametrize("typo", [["cahce"], ["cache", "lits"], ["cache", "list", "--foldr", "x"], ["report"]])
+def test_a_typo_is_refused_with_usage(accel, typo: list[str]) -> None:  # type: ignore[no-untyped-def]
+    code, _, error = accel(*typo)
+    assert code == 2
+    assert "Usage" in error
+    assert "Traceback" not in error
