@@ -82,10 +82,14 @@ class LineSet:
 
 
 def read_grey(path: Path) -> np.ndarray | None:
-    """A file as uint8 [h, w], by the Reader's own decoder; None if it cannot be decoded."""
+    """A file as uint8 [h, w], by the Reader's own decoder; None if it cannot be decoded.
+
+    Decoded from memory: Ultralytics, where it is imported, puts a function of its own in place of `cv2.imread`.
+    """
     import cv2
 
-    return cv2.imread(str(path), cv2.IMREAD_GRAYSCALE)
+    data = np.fromfile(path, dtype=np.uint8)
+    return cv2.imdecode(data, cv2.IMREAD_GRAYSCALE) if data.size else None
 
 
 def is_whole(path: Path) -> bool:
@@ -93,7 +97,7 @@ def is_whole(path: Path) -> bool:
     try:
         with Image.open(path) as picture:
             picture.load()
-    except (OSError, SyntaxError, ValueError):
+    except Exception:  # also what a plugged-in opener raises, such as a missing library of its own
         return False
     return True
 

@@ -1,13 +1,21 @@
 from __future__ import annotations
 
 import os
-import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-# Machines that run this are small and shared: one thread, no trial and no compile worker but in the tests of them.
-os.environ.update(HF_HUB_OFFLINE="1", ACCEL_PLAN="off", ACCEL_CACHE_DIR=tempfile.mkdtemp(prefix="accel-cache-"))
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before the hub's library is imported
+
+
+@pytest.fixture(scope="package", autouse=True)
+def _small_machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Small and shared machines run this: no trial and no compile worker but in the tests of them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ACCEL_PLAN", "off")
+        patch.setenv("ACCEL_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
+        yield
 
 
 @pytest.fixture(autouse=True)
