@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 
 from integrations.easyocr.charset import fold_case
 from integrations.easyocr.errors import EasyOCRError
