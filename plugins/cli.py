@@ -67,8 +67,15 @@ def report(run: Annotated[Path, typer.Argument(help="A run's folder, or its acce
     table = Table("part", "field", "value")
     for part in ("window", "compile", "speed", "memory", "gradients", "batchnorm", "ema"):
         for name, value in data[part].items():
-            table.add_row(part, name, str(value))
+            if name != "candidates":
+                table.add_row(part, name, str(value))
     console.print(table)
+    if data["speed"]["candidates"]:
+        tried = Table("plan tried", "s a step", "spread", "loss on the same batch")
+        for one in data["speed"]["candidates"]:
+            figures = (one["step_seconds_median"], one["spread_seconds"], one["loss"])
+            tried.add_row(one["plan"], *(f"{n:.4g}" if n is not None else "-" for n in figures))
+        console.print(tried)
 
 
 cache = typer.Typer(no_args_is_help=True, help="What earlier runs learnt: plans, and compiled code.")

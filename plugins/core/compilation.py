@@ -155,8 +155,7 @@ class Compilation:
         facts, watch = self.facts, self.watch
         facts.graphs, facts.recompiles = watch.graphs, watch.recompiles
         facts.recompile_reasons, facts.phases = watch.recompile_reasons, watch.phases()
-        breaks = watch.graph_breaks
-        facts.graph_breaks, facts.graph_break_reasons = sum(breaks.values()), list(breaks)
+        facts.graph_breaks, facts.graph_break_reasons = sum(watch.graph_breaks.values()), watch.graph_break_lines
         facts.seconds = round(watch.seconds, 3)
         facts.cache = watch.cache() if self.parts else ""
         facts.marking = self.parts[0].marker.way if self.parts else ""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import resource
 import sys
+from functools import cache
 from pathlib import Path
 
 import psutil
@@ -57,6 +58,18 @@ class Peaks:
             _CLEAR.write_text("5")  # Linux: begin the resident peak anew; elsewhere it is the whole run's
 
 
+@cache
+def _process() -> psutil.Process:
+    return psutil.Process()
+
+
+def in_use_gib(device: torch.device) -> float:
+    """Memory in use now: the allocator's on CUDA, else this process's resident memory."""
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device) / GIB
+    return int(_process().memory_info().rss) / GIB
+
+
 def free_gib(device: torch.device) -> float:
     """Memory that another process could take now."""
     if device.type == "cuda":
@@ -66,10 +79,7 @@ def free_gib(device: torch.device) -> float:
 
 def room_for_worker(device: torch.device) -> bool:
     """Whether a second process that runs one step of this model fits beside this one."""
-    if device.type == "cuda":
-        own = torch.cuda.max_memory_allocated(device) / GIB
-    else:
-        own = psutil.Process().memory_info().rss / GIB
+    own = torch.cuda.max_memory_allocated(device) / GIB if device.type == "cuda" else in_use_gib(device)
     return free_gib(device) > own + CONTEXT_GIB
 
 

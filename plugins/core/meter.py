@@ -23,13 +23,14 @@ class Meter:
         self.series = Series()
         self.seen = Seen()
         self.last_seconds = 0.0  # of the last micro-batch
-        self._arrived = self._spent = self._idle_since = 0.0
+        self._arrived = self._spent = self._idle_since = self._waited = 0.0
+        self._elements = self._padding = 0
 
     def arrived(self, first: bool) -> None:
         """A micro-batch came from the loader; `first` of its window."""
         now = time.perf_counter()
         if self._idle_since:
-            self.series.waiting += now - self._idle_since
+            self._waited += now - self._idle_since
             self._idle_since = 0.0
         self._arrived = now
         if first:
@@ -49,17 +50,24 @@ class Meter:
         """What passed since the last micro-batch was not waiting for data."""
         self._idle_since = 0.0
 
-    def closed(self, outcome: Outcome) -> None:
-        """An update is over."""
+    def closed(self, outcome: Outcome, memory_gib: float) -> None:
+        """An update is over, with so much memory in use."""
         self._spend(time.perf_counter())
-        self.series.seconds.append(self._spent)
-        self.series.norms.append(outcome.norm)
-        self.series.clipped += outcome.clipped
-        self.series.samples += outcome.samples
+        series = self.series
+        series.seconds.append(self._spent)
+        series.waits.append(self._waited)
+        series.norms.append(outcome.norm)
+        series.memory.append(memory_gib)
+        series.padding.append(self._padding / self._elements if self._elements else 0.0)
+        series.clipped += outcome.clipped
+        series.samples += outcome.samples
+        self._waited, self._elements, self._padding = 0.0, 0, 0
 
     def shape(self, shape: Iterable[int], padding: int) -> None:
         sizes = tuple(shape)
         self.seen.add(sizes, padding, math.prod(sizes))
+        self._elements += math.prod(sizes)
+        self._padding += padding
 
     def sum_up(self, speed: SpeedFacts, shapes: ShapeFacts, gradients: GradientFacts) -> None:
         """Write the figures into the report's parts."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from jinja2 import Environment
@@ -21,10 +22,16 @@ table{border-collapse:collapse} td{padding:.15rem 1rem .15rem 0;vertical-align:t
 <p>{{ summary }}</p>
 {% for w in r.warnings %}<div class="warn">{{ w }}</div>{% endfor %}
 {% for picture in pictures %}{{ picture|safe }}{% endfor %}
+{% if r.speed.candidates %}<h2>plans that were tried</h2><table>
+<tr><td>plan</td><td>s a step</td><td>spread</td><td>first step</td><td>loss on the same batch</td></tr>
+{% for c in r.speed.candidates %}<tr><td>{{ c.plan }}</td>{% for name in columns %}<td>{{ show(c[name]) }}</td>
+{% endfor %}</tr>{% endfor %}</table>{% endif %}
 {% for title, rows in parts %}<h2>{{ title }}</h2><table>
 {% for name, value in rows %}<tr><td>{{ name }}</td><td>{{ value }}</td></tr>{% endfor %}</table>{% endfor %}
 </html>
 """
+POINTS = 1000  # of a curve
+_COLUMNS = ("step_seconds_median", "spread_seconds", "first_step_seconds", "loss")
 _PARTS = (
     "window",
     "compile",
@@ -41,10 +48,15 @@ _PARTS = (
 
 def render(data: dict[str, Any], series: Series | None = None) -> str:
     """Return the page of a report's data, with pictures where a run's series is given."""
-    parts = [(name, [(k.replace("_", " "), _show(v)) for k, v in data[name].items()]) for name in _PARTS]
+    tables = ("candidates",)  # which the page shows apart
+    parts = [
+        (name, [(k.replace("_", " "), _show(v)) for k, v in data[name].items() if k not in tables]) for name in _PARTS
+    ]
     parts.append(("checkpoints", [(str(i + 1), path) for i, path in enumerate(data["checkpoints"])]))
     template = Environment(autoescape=True).from_string(_PAGE)
-    return template.render(r=data, parts=parts, summary=summary(data), pictures=_pictures(series))
+    return template.render(
+        r=data, parts=parts, summary=summary(data), pictures=_pictures(series), columns=_COLUMNS, show=_show
+    )
 
 
 def summary(data: dict[str, Any]) -> str:
@@ -63,6 +75,8 @@ def summary(data: dict[str, Any]) -> str:
     if window["skipped_updates"]:
         words.append(f"{window['skipped_updates']} updates skipped for a non-finite gradient.")
     words.append(f"Ran {compile_['decision']}: {compile_['reason']}." if compile_["reason"] else "")
+    if speed["plan"] != "host":
+        words.append(f"Plan: {speed['plan']} ({speed['reason']}).")
     if speed["step_seconds_median"]:
         words.append(f"{speed['step_seconds_median']:.3g} s an update.")
     return " ".join(word for word in words if word)
@@ -81,23 +95,43 @@ def _show(value: Any) -> str:
 
 
 def _pictures(series: Series | None) -> list[str]:
+    """Step time, norms, waiting, memory and padding over updates, as one SVG; compiles and switches are marked."""
     if series is None or len(series.seconds) < 2:
         return []
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9, 4.2), layout="constrained")
+    waits = [
+        wait / (wait + own) if wait + own else 0.0 for wait, own in zip(series.waits, series.seconds, strict=False)
+    ]
+    panels: list[tuple[str, Sequence[float], str]]
+    panels = [("s an update", series.seconds, "tab:blue"), ("gradient norm", series.norms, "tab:green")]
+    panels += [("waiting for data", waits, "tab:orange"), ("GiB in use", series.memory, "tab:purple")]
+    panels += [("padding", series.padding, "tab:brown")] if any(series.padding) else []
+    panels = [panel for panel in panels if len(panel[1])]
+    figure = Figure(figsize=(9, 1.7 * len(panels)), layout="constrained")
     FigureCanvasSVG(figure)
-    time, norm = figure.subplots(2, 1, sharex=True)
-    time.plot(series.seconds, linewidth=0.9)
-    for update in series.compiled_at:
-        time.axvline(update, color="tab:red", alpha=0.4, linewidth=0.8)
-    time.set_ylabel("s an update")
-    time.set_yscale("log")
-    norm.plot(series.norms, linewidth=0.9, color="tab:green")
-    norm.set_ylabel("gradient norm")
-    norm.set_xlabel("update" + (" (red: compiled)" if series.compiled_at else ""))
+    for axes, (label, values, colour) in zip(figure.subplots(len(panels), 1, sharex=True), panels, strict=True):
+        axes.plot(*_thinned(values), linewidth=0.9, color=colour)
+        axes.set_ylabel(label)
+        for update in series.compiled_at:
+            axes.axvline(update, color="tab:red", alpha=0.4, linewidth=0.8)
+        for update in series.switched_at:
+            axes.axvline(update, color="black", alpha=0.5, linewidth=0.8, linestyle="--")
+        if label == "s an update":
+            axes.set_yscale("log")
+        elif values is waits or label == "padding":
+            axes.set_ylim(0, 1)
+    marks = [("red: compiled", series.compiled_at), ("dashed: another plan", series.switched_at)]
+    axes.set_xlabel(", ".join(["update", *(words for words, at in marks if at)]))
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg")
     text = buffer.getvalue()
     return [text[text.index("<svg") :]]
+
+
+def _thinned(values: Sequence[float]) -> tuple[list[int], list[float]]:
+    """Updates and values, of long runs the mean of as many neighbours as leave `POINTS`."""
+    width = -(-len(values) // POINTS)
+    starts = range(0, len(values), width)
+    return list(starts), [sum(part) / len(part) for part in (values[at : at + width] for at in starts)]

@@ -140,14 +140,24 @@ class Report:
 
 @dataclass
 class Series:
-    """A number an update: seconds, gradient norms; and the updates at which graphs were compiled."""
+    """Numbers an update, and the updates at which graphs were compiled or the plan was switched.
+
+    Units: s of its micro-batches and of waiting for their data; L2 norm; GiB in use after it; fraction of padding.
+    """
 
     seconds: array[float] = field(default_factory=lambda: array("d"))
+    waits: array[float] = field(default_factory=lambda: array("d"))
     norms: array[float] = field(default_factory=lambda: array("d"))
+    memory: array[float] = field(default_factory=lambda: array("d"))
+    padding: array[float] = field(default_factory=lambda: array("d"))
     clipped: int = 0
     compiled_at: list[int] = field(default_factory=list)
-    waiting: float = 0.0
+    switched_at: list[int] = field(default_factory=list)
     samples: int = 0
+
+    @property
+    def waiting(self) -> float:
+        return sum(self.waits)
 
     def median_seconds(self) -> float | None:
         """Median over updates, the first (warm-up, compile) excluded where there are others."""

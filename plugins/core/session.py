@@ -22,7 +22,7 @@ from plugins.core import checkpoint
 from plugins.core.batchnorm import SMALL_MICRO_BATCH, Statistics
 from plugins.core.compilation import Compilation
 from plugins.core.compile import CUDA_GRAPH_MODES, InPlace, preallocate_gradients
-from plugins.core.memory import Peaks
+from plugins.core.memory import Peaks, in_use_gib
 from plugins.core.meter import Meter
 from plugins.core.planfile import Start
 from plugins.core.planner import Planner
@@ -286,7 +286,7 @@ class Session:
                     f"update {self.updates - 1}: the gradient norm is {outcome.norm}; the update was skipped{last}"
                 )
         facts.partial_windows += outcome.partial
-        self.meter.closed(outcome)
+        self.meter.closed(outcome, in_use_gib(self.device))
         self.window.close()
         self.peaks.update_done()
         self.compilation.hold_budget(self.updates)
@@ -379,6 +379,7 @@ class Session:
         report = self.report
         self.meter.sum_up(report.speed, report.shapes, report.gradients)
         if hasattr(self, "planner"):
+            self.meter.series.switched_at = [switch.update for switch in self.planner.switches]
             self.compilation.sum_up()
             self.planner.sum_up(report.speed, report.compile)
         if hasattr(self, "peaks"):

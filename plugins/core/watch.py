@@ -14,7 +14,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch._dynamo.callback as compile_callbacks
-from torch._dynamo.utils import counters, get_compilation_metrics, set_compilation_metrics_limit
+from torch._dynamo.utils import (
+    counters,
+    get_compilation_metrics,
+    graph_break_reasons,
+    set_compilation_metrics_limit,
+)
 
 ROWS_KEPT = 4096  # torch keeps 64
 TICK_SECONDS = 1.0
@@ -100,6 +105,17 @@ class Watch:
         now = counters["graph_break"]
         return {k: n - self._breaks.get(k, 0) for k, n in now.items() if n > self._breaks.get(k, 0)}
 
+    @property
+    def graph_break_lines(self) -> list[str]:
+        """`file:line: reason`, one a kind of graph break."""
+        places = {_kind(found.reason): found.user_stack[-1] for found in graph_break_reasons if found.user_stack}
+        lines = []
+        for reason in self.graph_breaks:
+            at = places.get(_kind(reason))
+            words = " ".join(part.strip() for part in reason.splitlines()[:2])
+            lines.append(f"{at.filename}:{at.lineno}: {words}" if at else words)
+        return lines
+
     def phases(self) -> dict[str, int]:
         """Compiles by the phase that they came from."""
         return {phase: self._phases.count(phase) for phase in sorted(set(self._phases))}
@@ -152,6 +168,11 @@ class Watch:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+
+
+def _kind(reason: str) -> str:
+    """The lines of a graph break's reason that are alike in torch's counters and in its list of places."""
+    return "\n".join(reason.strip().splitlines()[:2])
 
 
 def _frame(row: Any) -> str:

@@ -141,7 +141,7 @@ def test_two_processes_share_a_folder(memory: Memory) -> None:
     code = (
         "import sys; from pathlib import Path; from plugins.core.remember import Memory\n"
         "m = Memory(Path(sys.argv[1]), warn=lambda t: sys.exit(t))\n"
-        "for i in range(150):\n"
+        "for i in range(40):\n"
         "    m.keep(str(i % 3), {'plan': {}, 'by': sys.argv[2], 'pad': sys.argv[2] * 20000})\n"
         "    assert m.find(str(i % 3))['pad'][0] in 'ab'\n"
     )

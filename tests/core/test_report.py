@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from plugins.core.render import render, summary
+from plugins.core.render import POINTS, _thinned, render, summary
 from plugins.core.report import Report, Series, versions
 
 
@@ -84,6 +84,42 @@ def test_pictures_where_there_is_a_series() -> None:
     page = render(report().data(), series)
     assert page.count("<svg") == 1
     assert "<?xml" not in page
+
+
+def test_pictures_of_all_that_a_run_counted() -> None:
+    series = Series()
+    for n in range(2500):
+        series.seconds.append(1.0 if n else 30.0)
+        series.waits.append(0.25)
+        series.norms.append(float(n))
+        series.memory.append(2.0)
+        series.padding.append(0.1)
+    series.compiled_at, series.switched_at = [7], [7, 90]
+    page = render(report().data(), series)
+    assert len(page) < 400_000  # of a long run too
+    assert page.count("<svg") == 1
+    assert series.waiting == 625.0
+
+
+def test_a_long_curve_is_thinned_to_means() -> None:
+    updates, values = _thinned([1.0, 3.0] * POINTS)
+    assert updates == list(range(0, 2 * POINTS, 2))
+    assert set(values) == {2.0}
+    assert _thinned([1.0, 3.0]) == ([0, 1], [1.0, 3.0])
+
+
+def test_plans_that_were_tried_are_a_table() -> None:
+    made = report()
+    made.speed.plan, made.speed.reason = "bf16", "bf16: 0.5 s a step against 1 s"
+    made.speed.candidates = [
+        {"plan": "bf16", "step_seconds_median": 0.5, "spread_seconds": 0.01, "first_step_seconds": None, "loss": 2.5}
+    ]
+    page = render(made.data())
+    assert "plans that were tried" in page
+    assert page.index("<td>bf16</td><td>0.5</td>") > 0
+    assert "<td>candidates</td>" not in page
+    assert "Plan: bf16 (bf16: 0.5 s a step against 1 s)." in summary(made.data())
+    assert "plans that were tried" not in render(report().data())
 
 
 def test_the_first_step_is_not_in_the_median() -> None:

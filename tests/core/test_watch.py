@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -67,6 +68,12 @@ def test_graph_breaks_since_the_start(watch: Watch) -> None:
     assert watch.graphs == 2
     assert sum(watch.graph_breaks.values()) == 1
     assert "graph_break" in next(iter(watch.graph_breaks))
+    (line,) = watch.graph_break_lines
+    place, _, words = line.partition(": ")
+    file, _, number = place.rpartition(":")
+    assert Path(file).resolve() == Path(__file__).resolve()
+    assert "graph_break()" in Path(__file__).read_text().splitlines()[int(number) - 1]
+    assert words
     later = Watch()
     later.start()
     try:
