@@ -290,7 +290,7 @@ def test_case_pytorch_98102_a_short_run_stays_eager(tmp_path):
     assert facts["reason"]
 
 
-@pytest.mark.inductor
+@pytest.mark.slow
 def test_regional_compiles_in_a_third_of_the_time(tmp_path, monkeypatch):
     from transformers import BertConfig, BertForSequenceClassification
 
