@@ -96,7 +96,7 @@ def steps(folder: Path, count: int, size: int, batch: int) -> dict[str, float]:
     def run(name: str) -> None:
         model = YOLO("yolov8n.yaml")
         if name == "plug":
-            attach(model, compile="off", accumulate=1)
+            attach(model, compile="off", plan="off", accumulate=1)
         model.add_callback("on_train_start", lambda trainer: turns.hold(name, trainer))
         model.train(**settings(data, folder / "runs", name, imgsz=size, batch=batch, nbs=batch))
 
@@ -122,7 +122,7 @@ def measure_peak(name: str, count: int, size: int) -> float:
         data = shapes.write(folder / "data", 64, 4, size)
         model, peaks, seen = YOLO("yolov8n.yaml"), [], [0]
         if name == "plug":
-            attach(model, compile="off", accumulate=4)
+            attach(model, compile="off", plan="off", accumulate=4)
 
         def begin(trainer: Any) -> None:
             peaks.append(Peaks(trainer.device))
