@@ -84,6 +84,8 @@ class Beside:
         cost = max(planning.compile_seconds(modules, device), 2 * learnt.given_up_seconds)
         if why := self._too_short(cost, 1.0 if learnt.fusable is None else learnt.fusable, moment, step_seconds):
             return self._refuse(why)
+        if why := self.compilation.impossible:
+            return self._refuse(why, settled=True)
         with self.owner.untouched(), Captured(modules, self.compilation.takes) as captured:
             learnt.fusable = fusable_share(moment.trial, device, self.owner.clear_gradients)
         if why := self._too_short(cost, learnt.fusable, moment, step_seconds):

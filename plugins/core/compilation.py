@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -24,7 +25,6 @@ class Compilation:
     Attributes:
         parts: the compiled modules in force.
         compiled_at: updates at which graphs appeared, one entry a graph.
-        impossible: why nothing can be compiled here, or empty.
     """
 
     def __init__(
@@ -40,13 +40,18 @@ class Compilation:
     ) -> None:
         self.config, self.model, self.device, self.facts, self.warn = config, model, device, facts, warn
         self.dims, self.takes = tuple(dims), takes
-        self.impossible = impossible or compiling.missing_compiler(device, config.compile_backend)
+        self._impossible = impossible
         self.parts: list[compiling.InPlace] = []
         self.compiled_at: list[int] = []
         self._validated: list[compiling.InPlace] = []
         self.watch = Watch(progress)
         facts.budget, facts.mode = config.recompile_budget, config.compile_mode
         self.watch.start()
+
+    @cached_property
+    def impossible(self) -> str:
+        """Why nothing can be compiled here, or empty. Looking for a compiler takes a second: only when it is needed."""
+        return self._impossible or compiling.missing_compiler(self.device, self.config.compile_backend)
 
     @property
     def active(self) -> bool:
@@ -74,7 +79,7 @@ class Compilation:
         compiling.check_backend(self.config.compile_backend)
         modules, scope = self.modules()
         if self.config.compile == "auto":
-            self.facts.reason = self.impossible or "compile=auto starts eager"
+            self.facts.reason = "compile=auto starts eager"
         elif self.impossible:
             self.stay_eager(self.impossible)
         else:

@@ -10,7 +10,6 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -132,9 +131,6 @@ class Session:
         except BaseException:
             self.end()
             raise
-        if "compile" in self._start.open_fields and self.compilation.impossible:
-            self.report.compile.reason = self.compilation.impossible
-            self._start = replace(self._start, open_fields=self._start.open_fields - {"compile"})
         self.planner = Planner(self, model, device, self._start, cache, self.compilation)
 
     def _describe(self, micro_batch: int) -> None:
