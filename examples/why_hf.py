@@ -251,6 +251,7 @@ def _ranks(folder: Path, plugged: bool) -> None:
     dist.all_gather(both, mine)
     if dist.get_rank() == 0:
         print(f"apart {float((both[0] - both[1]).abs().max()):.2g}", flush=True)
+    dist.barrier()  # a rank that ends first would end the other before it prints
     dist.destroy_process_group()
 
 

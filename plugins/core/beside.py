@@ -1,10 +1,14 @@
 """The compile of one run, beside it: whether it is worth starting, its worker, and the judgement of what it gave.
 
-Where a worker does not fit into memory, the code is compiled in the run at its next window, with a progress line.
+Where the run's own threads take every core, a worker beside it would slow both (threads that wait for each other
+spin: steps of 0.1 s took 0.9 s), so the run waits for it. Where a worker does not fit into memory, the code is compiled
+in the run. Both show a progress line.
 """
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
@@ -62,6 +66,13 @@ class Learnt:
         return known
 
 
+def has_spare_core(device: torch.device) -> bool:
+    """Whether a worker runs beside the training without taking a core that it computes on."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return device.type != "cpu" or cores > torch.get_num_threads()
+
+
+POLL_SECONDS = 0.05
 Judge = Callable[..., Timing | None]
 
 
@@ -74,6 +85,7 @@ class Beside:
         self.break_even: int | None = None
         self.scope = ""
         self._worker: Worker | None = None
+        self._waits = False
 
     def begin(self, moment: Moment, plan: Plan, step_seconds: float) -> bool:
         """Whether a compile is under way now; `learnt.reason` says why not. `step_seconds`: of a micro-batch."""
@@ -95,7 +107,8 @@ class Beside:
         if not memory.room_for_worker(device):
             self.owner.progress(f"compiling in the run (about {cost:.0f} s): a process beside it would not fit")
             return True
-        budget = max(planning.compile_share(learnt.fusable) * moment.left * step_seconds, 2 * cost)
+        self._waits = not has_spare_core(device)
+        budget = planning.budget(cost, learnt.fusable, moment.left * step_seconds, self._waits)
         try:
             with moment.trial.bare():
                 self._worker = Worker(
@@ -105,12 +118,16 @@ class Beside:
             why = f"the model cannot be handed to a compile worker ({type(error).__name__}: {str(error)[:100]})"
             self.owner.warn(f"compile: {why}; the run goes on eagerly")
             return self._refuse(why, settled=True)
-        self.owner.progress(f"compiling {self.scope} beside the run, for at most {budget:.0f} s")
+        how = "the run waits" if self._waits else "beside the run"
+        self.owner.progress(f"compiling {self.scope}, {how}, for at most {budget:.0f} s")
         return True
 
     def poll(self) -> str:
         """`running`, `ready`, or `failed`: then `learnt` says how."""
         standing = self._worker.poll() if self._worker is not None else "ready"
+        while self._worker is not None and self._waits and standing == "running":
+            time.sleep(POLL_SECONDS)
+            standing = self._worker.poll()
         if standing in ("running", "ready"):
             return standing
         worker, self._worker = self._worker, None
@@ -121,17 +138,17 @@ class Beside:
         self.owner.warn(f"compile: given up: {standing}; the run goes on eagerly")
         return "failed"
 
-    def judge(self, moment: Moment, plan: Plan, time: Judge) -> Plan | None:
+    def judge(self, moment: Moment, plan: Plan, time_plan: Judge) -> Plan | None:
         """Time the plan in force and its compiled twin on the batch at hand; the twin, if it wins, is left in force.
 
-        `time(moment, plan, repeats, warm)` times one plan.
+        `time_plan(moment, plan, repeats, warm)` times one plan.
         """
         learnt, worker, self._worker = self.learnt, self._worker, None
         twin, repeats = replace(plan, compile=self.scope), planning.repeats(moment.left)
         with self.owner.untouched():
-            plain = time(moment, plan, repeats, warm=False)
+            plain = time_plan(moment, plan, repeats, warm=False)
             self.compilation.install(*self.compilation.modules(self.scope))
-            compiled = time(moment, twin, repeats)
+            compiled = time_plan(moment, twin, repeats)
         if plain is None or compiled is None or not self.compilation.active:
             why = self.compilation.facts.reason if not self.compilation.active else "its trial failed"
             self.compilation.undo()
@@ -144,7 +161,8 @@ class Beside:
         if compiled.agrees(plain) and compiled.beats(plain):
             cost = learnt.cold_seconds + learnt.warm_seconds
             self.break_even = planning.break_even(cost, plain.middle, compiled.middle, moment.update, moment.size)
-            learnt.reason = f"{figures}; ready after {learnt.cold_seconds:.1f} s beside the run"
+            how = "beside the run" if worker is not None and not self._waits else "for which the run waited"
+            learnt.reason = f"{figures}; ready after {learnt.cold_seconds:.1f} s {how}"
             return twin
         self.compilation.undo()
         if not compiled.agrees(plain):

@@ -26,7 +26,9 @@ HOPELESS = 1.5  # times the plain step: a candidate whose first step takes longe
 TOLERANCE = {"fp32": 1e-3, "host": 1e-3, "fp16": 2e-2, "bf16": 8e-2}  # relative difference of the same batch's loss
 RANDOM_RANGES = 3.0  # of the losses seen of either plan, where dropout makes them differ
 GAIN = 1.0  # of the fusable share: what fusing may save (0.84 measured of blocks of pointwise work)
-START_SECONDS = 4.0  # of a worker: a process that imports torch and its compiler
+START_SECONDS = 6.0  # of a worker: it imports torch and its compiler, and precompiles headers
+PATIENCE = 3.0  # times the guess: what a worker beside the run may take at least
+WAITING_PATIENCE = 1.5  # times the guess, where the run waits for it
 SECONDS_A_LAYER = {"cpu": 0.6, "cuda": 0.4}  # cold compile, forward and backward, of one leaf module
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 SCOPES = ("eager", "regional", "whole", "features")
@@ -161,9 +163,14 @@ def break_even(cost_seconds: float, plain: float, compiled: float, update: int, 
     return update + math.ceil(cost_seconds / saved) if saved > 0 else None
 
 
+def budget(cost: float, fusable: float, left_seconds: float, waits: bool) -> float:
+    """The seconds after which a worker of a compile guessed at `cost` seconds is given up."""
+    return max(compile_share(fusable) * left_seconds, (WAITING_PATIENCE if waits else PATIENCE) * cost)
+
+
 def repeats(left: int) -> int:
-    """Timed steps of either side when a compiled plan is judged: as many as 1 % of what is left, 2 to 5."""
-    return min(max(left // 200, REPEATS), 5)
+    """Timed steps of either side when a compiled plan is judged: well under 1 % of what is left, 2 to 5."""
+    return min(max(left // 300, REPEATS), 5)
 
 
 def affordable(candidates: Sequence[Plan], step: float, left: int, spent: float = 0.0) -> list[Plan]:

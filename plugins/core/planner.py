@@ -98,7 +98,7 @@ class Planner:
             if not self._layout_known:
                 self._try_layouts(moment)
             self._begin_compile(moment)
-        elif self.state == "compiling":
+        if self.state == "compiling":
             self._change_over(moment)
 
     def _switch(self, moment: Moment, plan: Plan) -> None:

@@ -151,4 +151,13 @@ def test_break_even_is_where_the_saved_seconds_reach_the_cost(
 @given(st.integers(0, 100_000))
 def test_judging_a_compile_takes_two_to_five_steps_a_side(left: int) -> None:
     assert planning.REPEATS <= planning.repeats(left) <= 5
-    assert planning.repeats(left) <= max(left / 200, planning.REPEATS)
+    assert planning.repeats(left) <= max(left / 300, planning.REPEATS)
+
+
+@given(SECONDS, st.floats(0, 1), st.floats(0, 1e4), st.booleans())
+def test_a_worker_has_its_share_of_the_run_and_some_patience(
+    cost: float, fusable: float, left: float, waits: bool
+) -> None:
+    found = planning.budget(cost, fusable, left, waits)
+    assert found >= max(planning.compile_share(fusable) * left, cost)
+    assert found <= planning.budget(cost, fusable, left, False)

@@ -84,6 +84,7 @@ def host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Host:
     """A loop of a model that may be compiled, in 1.0 s a step eagerly and 0.5 s compiled, of 1,000 updates."""
     monkeypatch.setattr(planning, "bf16_is_fast", lambda device: False)
     monkeypatch.setattr(beside, "fusable_share", fusable)
+    monkeypatch.setattr(beside, "has_spare_core", lambda device: True)
     monkeypatch.setenv(INDUCTOR, str(tmp_path / "inductor"))
     return new_host(Clock(monkeypatch))
 
@@ -227,10 +228,34 @@ def test_a_worker_that_does_not_fit_into_memory(host: Host, monkeypatch: pytest.
     assert run(host).plan == COMPILED  # in the run itself
 
 
+def test_where_no_core_is_free_the_run_waits(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(beside, "has_spare_core", lambda device: False)
+    stand_in(monkeypatch, "import time; time.sleep(1)")
+    planner = run(host, each=lambda update: None)
+    assert [(s.update, s.plan) for s in planner.switches] == [(4, COMPILED)]
+    assert "for which the run waited" in planner.beside.learnt.reason
+
+
+def test_a_hanging_compiler_that_the_run_waits_for_is_given_up(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(beside, "has_spare_core", lambda device: False)
+    monkeypatch.setattr(planning, "budget", lambda *_: 0.5)
+    stand_in(monkeypatch, HANGS)
+    assert run(host, each=lambda update: None).plan == Plan()
+    assert "outlived its budget" in one_line(host)
+
+
+def test_a_spare_core_is_one_that_training_does_not_compute_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1}, raising=False)
+    for threads, spare in ((1, True), (2, False), (3, False)):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        assert beside.has_spare_core(torch.device("cpu")) is spare
+        assert beside.has_spare_core(torch.device("cuda"))
+
+
 def test_a_run_too_short_says_how_many_updates_a_compile_needs(host: Host) -> None:
     host.run(8, of=30, compile="auto", compile_backend="eager")
     assert host.losses == 8
-    assert "pays in a run of about 58 updates or more; 26 are left" in host.open.report.compile.reason
+    assert "pays in a run of about 78 updates or more; 26 are left" in host.open.report.compile.reason
 
 
 # -- what was learnt ----------------------------------------------------------------------------------------------
