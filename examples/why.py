@@ -28,6 +28,7 @@ os.environ.setdefault("YOLO_OFFLINE", "true")
 import shapes  # noqa: E402
 import torch  # noqa: E402
 from rich.console import Console  # noqa: E402
+from rich.live import Live  # noqa: E402
 from rich.table import Table  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 from torch.utils.data import SequentialSampler  # noqa: E402
@@ -284,17 +285,18 @@ def main() -> int:
         return 1
     logging.getLogger("ultralytics").setLevel(logging.ERROR)
     table = Table("", "the host alone", "with the plug")
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, Live(table, console=Console()) as live:
         bench = Bench(Path(folder))
         for name in wanted:
             if name != "hf":
                 table.add_row(*ROWS[name](bench))
-    if "hf" in wanted:
-        import why_hf
+                live.refresh()
+        if "hf" in wanted:
+            import why_hf
 
-        for row in why_hf.rows():
-            table.add_row(*row)
-    Console().print(table)
+            for row in why_hf.rows():
+                table.add_row(*row)
+                live.refresh()
     return 0
 
 

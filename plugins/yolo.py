@@ -128,6 +128,8 @@ def check(config: AccelConfig, host_args: Mapping[str, Any]) -> None:
             f"compile={host_args['compile']}: the host's own compile and the plug exclude each other; "
             "leave compile out and set accel.compile=on"
         )
+    if host_args.get("distill_model"):
+        raise AccelError("distill_model: not served by plugins.yolo; leave out callbacks=plugins.yolo")
     if isinstance(config.plan, Path):
         _check_plan(config.plan)
     if config.precision == "fp16" and str(host_args.get("device", "")) in ("", "cpu"):
@@ -167,8 +169,10 @@ def attach(model: Any, **options: Any) -> Any:
     Attaching again replaces the settings.
 
     Raises:
-        AccelError: an unknown field, a bad value, two contradicting fields.
+        AccelError: an unknown field, a bad value, two contradicting fields, something that is no such model.
     """
+    if not hasattr(model, "callbacks"):
+        raise AccelError(f"attach: {str(model)[:60]} is no Ultralytics model; expected one such as YOLO('yolov8n.pt')")
     ours = (start, saved, finish)
     for event, function in configure(options).items():
         kept = [f for f in model.callbacks[event] if getattr(f, "func", f) not in ours]

@@ -94,8 +94,8 @@ class Meter:
         if self.waiting_fraction <= SLOW_LOADER or len(self.series.seconds) < 10:
             return ""
         return (
-            f"waiting for data takes {self.waiting_fraction:.0%} of the time: more loader workers, pinned memory or a "
-            "cached data set would help more than a faster step"
+            "waiting for data takes more than a fifth of the time: more loader workers, pinned memory or a cached data "
+            "set would help more than a faster step"
         )
 
     def _spend(self, now: float) -> None:

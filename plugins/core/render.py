@@ -31,6 +31,41 @@ table{border-collapse:collapse} td{padding:.15rem 1rem .15rem 0;vertical-align:t
 </html>
 """
 POINTS = 1000  # of a curve
+_WORDS = {
+    "accumulate": "micro-batches an update",
+    "micro_batch": "samples a micro-batch",
+    "effective_batch": "samples an update",
+    "micro_batches": "micro-batches in all",
+    "partial_windows": "updates of fewer micro-batches (tails)",
+    "skipped_updates": "updates skipped (gradient not finite)",
+    "dropped_micro_batches": "micro-batches dropped",
+    "exact": "gradient exactly that of the big batch",
+    "approximate_terms": "what is not exact",
+    "graphs": "graphs compiled",
+    "phases": "graphs by phase",
+    "marking": "how varying sizes were marked",
+    "budget": "graphs allowed",
+    "seconds": "s spent compiling",
+    "cache": "compile cache",
+    "break_even_update": "update at which compile has paid for itself",
+    "switches": "changes of plan",
+    "first_step_seconds": "s of the first update",
+    "step_seconds_median": "s an update (median)",
+    "samples_per_second": "samples a second",
+    "loader_wait_fraction": "share of the time spent waiting for data",
+    "kind": "what is measured",
+    "first_step_peak_gib": "GiB at the first update's peak",
+    "steady_peak_gib": "GiB at the peak of later updates",
+    "seen": "input shapes seen",
+    "buckets": "bucket edges",
+    "padding_fraction": "share of padding",
+    "norm_median": "gradient norm (median, before clipping)",
+    "clip_norm": "clipped at norm",
+    "clipped_fraction": "share of updates that were clipped",
+    "without_gradient": "parameters without a gradient",
+    "layers": "BatchNorm layers",
+    "micro_batch_too_small": "micro-batch too small for its statistics",
+}
 _COLUMNS = ("step_seconds_median", "spread_seconds", "first_step_seconds", "loss")
 _PARTS = (
     "window",
@@ -49,9 +84,7 @@ _PARTS = (
 def render(data: dict[str, Any], series: Series | None = None) -> str:
     """Return the page of a report's data, with pictures where a run's series is given."""
     tables = ("candidates",)  # which the page shows apart
-    parts = [
-        (name, [(k.replace("_", " "), _show(v)) for k, v in data[name].items() if k not in tables]) for name in _PARTS
-    ]
+    parts = [(name, [(_words(name, k), _show(v)) for k, v in data[name].items() if k not in tables]) for name in _PARTS]
     parts.append(("checkpoints", [(str(i + 1), path) for i, path in enumerate(data["checkpoints"])]))
     template = Environment(autoescape=True).from_string(_PAGE)
     return template.render(
@@ -82,9 +115,16 @@ def summary(data: dict[str, Any]) -> str:
     return " ".join(word for word in words if word)
 
 
+def _words(part: str, field: str) -> str:
+    """Settings are shown by the names that they are set by, everything else in words."""
+    return field if part in ("config", "versions") else _WORDS.get(field, field.replace("_", " "))
+
+
 def _show(value: Any) -> str:
     if value is None:
         return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
     if isinstance(value, float):
         return f"{value:.4g}"
     if isinstance(value, list):

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from plugins.core.render import POINTS, _thinned, render, summary
+from plugins.core.meter import Meter
+from plugins.core.render import _WORDS, POINTS, _thinned, render, summary
 from plugins.core.report import Report, Series, versions
 
 
@@ -136,3 +137,22 @@ def test_versions_of_what_is_installed() -> None:
     found = versions("torch", "no-such-distribution")
     assert {"python", "torch"} <= set(found)
     assert "no-such-distribution" not in found
+
+
+def test_the_page_speaks_in_words_and_every_word_has_its_field():
+    fields = {name for part in Report("loop", {}).data().values() if isinstance(part, dict) for name in part}
+    assert set(_WORDS) <= fields
+    page = render(Report("loop", {"clip_norm": "host"}).data())
+    assert "share of the time spent waiting for data" in page
+    assert "loader_wait_fraction" not in page
+    assert "clip_norm" in page  # a setting keeps its name
+
+
+def test_slow_data_is_said_once_however_often_the_report_is_written():
+    meter = Meter()
+    meter.series.seconds.extend([1.0] * 10)
+    meter.series.waits.extend([1.0] * 10)
+    first = meter.advice()
+    meter.series.waits.extend([9.0])
+    assert first == meter.advice()
+    assert first.startswith("waiting for data takes more than a fifth")

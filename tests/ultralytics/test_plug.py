@@ -18,7 +18,7 @@ from ultralytics import YOLO
 from ultralytics.utils.callbacks.base import default_callbacks
 from ultralytics.utils.dist import ddp_cleanup, generate_ddp_file
 
-from plugins import yolo
+from plugins import AccelConfig, yolo
 from plugins.errors import AccelError
 from plugins.yolo import attach
 from tests.ultralytics.conftest import PLAIN, ROOT, Run, Spy, same
@@ -420,3 +420,14 @@ def test_the_plug_leaves_a_plain_run_alone(train: Train) -> None:
     assert same(a.weights, b.weights)
     assert not hasattr(a.trainer, "accel")
     assert "optimizer_step" not in vars(a.trainer)
+
+
+@pytest.mark.parametrize("model", [None, "yolov8n.pt", 3])
+def test_attach_to_what_is_no_model(model):
+    with pytest.raises(AccelError, match="is no Ultralytics model"):
+        yolo.attach(model)
+
+
+def test_a_distilled_model_is_refused_before_anything_is_written():
+    with pytest.raises(AccelError, match="distill_model: not served"):
+        yolo.check(AccelConfig(), {"distill_model": "yolov8s.pt"})
