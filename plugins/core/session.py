@@ -18,24 +18,20 @@ from torch import Tensor, nn
 
 from plugins.config import AccelConfig
 from plugins.core import checkpoint
-from plugins.core.batchnorm import SMALL_MICRO_BATCH, Statistics
+from plugins.core.account import Account
+from plugins.core.batchnorm import Statistics
 from plugins.core.compilation import Compilation
 from plugins.core.compile import CUDA_GRAPH_MODES, InPlace, preallocate_gradients
-from plugins.core.memory import Peaks, in_use_gib
-from plugins.core.meter import Meter
+from plugins.core.memory import Peaks
 from plugins.core.planfile import Start
 from plugins.core.planner import Planner
 from plugins.core.remember import Memory, default_folder
-from plugins.core.report import Report, Series
+from plugins.core.report import Series
 from plugins.core.state import put_back, state_of
 from plugins.core.trial import Moment, Trial
 from plugins.core.update import NonFiniteGradient, Outcome, Update
 from plugins.core.watch import Watch
 from plugins.core.window import ALL, Term, Window
-
-WITHOUT_GRADIENT_SHOWN = 20
-SKIPS_SHOWN = 5
-COUNTS = ("micro_batches", "updates", "partial_windows", "skipped_updates", "dropped_micro_batches")
 
 
 class Session:
@@ -47,9 +43,9 @@ class Session:
     files = checkpoint
 
     def __init__(self, config: AccelConfig, host: str, say: Callable[[str], None] = print) -> None:
-        self.config, self.say = config, say
-        self.report = Report(host, config.dump())
-        self.meter = Meter()
+        self.config = config
+        self.account = Account(config, host, say)
+        self.report, self.meter = self.account.report, self.account.meter
         self.window = Window()
         self._schedule: Callable[[int], None] | None = None
         self._start = Start()
@@ -116,7 +112,8 @@ class Session:
         self.statistics = Statistics(model, self.config.batchnorm)
         self.statistics.apply(self.window.expected)
         self.peaks = Peaks(device)
-        self._describe(micro_batch)
+        self.describe_window(micro_batch)
+        self.account.begin(device, self.peaks, self.statistics, self.update.clip_norm, self.window.exact)
         cache = Memory(default_folder() if self.config.cache_dir == "auto" else Path(self.config.cache_dir), self.warn)
         if self.config.compile != "off":
             cache.use_for_compiler()
@@ -133,27 +130,9 @@ class Session:
             raise
         self.planner = Planner(self, model, device, self._start, cache, self.compilation)
 
-    def _describe(self, micro_batch: int) -> None:
-        report = self.report
-        report.device = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else self.device.type
-        report.memory.kind = self.peaks.kind
-        self.describe_window(micro_batch)
-        report.window.exact = self.window.exact and not report.window.approximate_terms
-        report.gradients.clip_norm = self.update.clip_norm
-        report.batchnorm.layers = len(self.statistics.layers)
-        report.batchnorm.rule = self.config.batchnorm
-        if self.statistics.layers and 0 < micro_batch < SMALL_MICRO_BATCH and self.config.batchnorm != "freeze":
-            report.batchnorm.micro_batch_too_small = True
-            self.warn(
-                f"BatchNorm sees micro-batches of {micro_batch} (under {SMALL_MICRO_BATCH}): accumulation cannot make "
-                "its statistics those of the big batch; batchnorm=freeze avoids it when fine-tuning"
-            )
-
     def describe_window(self, micro_batch: int) -> None:
         """Tell the report the sizes in force (again after a host changed its batch)."""
-        facts = self.report.window
-        facts.accumulate, facts.micro_batch = self.window.expected, micro_batch
-        facts.effective_batch = self.window.expected * micro_batch
+        self.account.sizes(self.window.expected, micro_batch)
 
     # -- plan and compile -----------------------------------------------------------------------------------------
 
@@ -203,7 +182,7 @@ class Session:
     @property
     def updates(self) -> int:
         """Windows that were closed, skipped updates included: the index of the next update."""
-        return self.report.window.updates + self.report.window.skipped_updates
+        return self.account.updates
 
     def micro_batch(self, samples: int, expected: int | None = None) -> None:
         first = self.window.empty
@@ -265,24 +244,13 @@ class Session:
     def _before_update(self) -> None:
         if self._schedule is not None:
             self._schedule(self.updates)
-        if not self.meter.series.seconds:
-            self._without_gradient()
+        self.account.gradients(self.model)
 
     def closed(self, outcome: Outcome) -> None:
         """Bookkeeping after an update; called by hosts that step by themselves as well."""
-        facts = self.report.window
-        if outcome.stepped:
-            facts.updates += 1
-        else:
-            facts.skipped_updates += 1
+        if not outcome.stepped:
             self.statistics.restore()
-            if facts.skipped_updates <= SKIPS_SHOWN:
-                last = "; further ones are only counted" if facts.skipped_updates == SKIPS_SHOWN else ""
-                self.warn(
-                    f"update {self.updates - 1}: the gradient norm is {outcome.norm}; the update was skipped{last}"
-                )
-        facts.partial_windows += outcome.partial
-        self.meter.closed(outcome, in_use_gib(self.device))
+        self.account.closed(outcome, self.device)
         self.window.close()
         self.peaks.update_done()
         self.compilation.hold_budget(self.updates)
@@ -291,13 +259,6 @@ class Session:
         """Forget an unfinished window (the host threw its gradients away, or stopped after its last save)."""
         self.report.window.dropped_micro_batches += self.window.micro_batches
         self.window.close()
-
-    def _without_gradient(self) -> None:
-        names = [n for n, p in self.model.named_parameters() if p.requires_grad and p.grad is None]
-        self.report.gradients.without_gradient = names
-        if names:
-            shown = ", ".join(names[:WITHOUT_GRADIENT_SHOWN]) + (" ..." if len(names) > WITHOUT_GRADIENT_SHOWN else "")
-            self.warn(f"{len(names)} trainable parameters got no gradient in the first update: {shown}")
 
     # -- validation, checkpoints, end -----------------------------------------------------------------------------
 
@@ -321,24 +282,17 @@ class Session:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         put_back(self, state)
 
-    def counts(self) -> dict[str, int]:
-        """What the report counted so far, for a checkpoint; a resumed run goes on from it."""
-        return {name: int(getattr(self.report.window, name)) for name in COUNTS}
-
-    def set_counts(self, counts: Mapping[str, int]) -> None:
-        for name in COUNTS:
-            setattr(self.report.window, name, counts[name])
-
     def warn(self, text: str) -> None:
-        if text not in self.report.warnings:
-            self.report.warnings.append(text)
-            self.say(f"accel: {text}")
+        self.account.warn(text)
 
     def approximate(self, term: str) -> None:
-        facts = self.report.window
-        if term not in facts.approximate_terms:
-            facts.approximate_terms.append(term)
-            facts.exact = False
+        self.account.approximate(term)
+
+    def counts(self) -> dict[str, int]:
+        return self.account.counts()
+
+    def set_counts(self, counts: Mapping[str, int]) -> None:
+        self.account.set_counts(counts)
 
     def write_report(self, folder: Path) -> Path:
         """Write the report as it stands now, and the plan beside it."""
@@ -373,7 +327,7 @@ class Session:
 
     def _sum_up(self) -> None:
         report = self.report
-        self.meter.sum_up(report.speed, report.shapes, report.gradients)
+        self.account.sum_up()
         if hasattr(self, "planner"):
             self.meter.series.switched_at = [switch.update for switch in self.planner.switches]
             self.compilation.sum_up()
@@ -384,5 +338,3 @@ class Session:
             report.memory.steady_peak_gib = self.peaks.steady_gib
         if hasattr(self, "update") and self.update.average is not None:
             report.ema.updates = int(getattr(self.update.average, "updates", 0))
-        if advice := self.meter.advice():
-            self.warn(advice)

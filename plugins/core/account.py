@@ -1,0 +1,114 @@
+"""What is told of a run: to its user in lines, each once, and in its report."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import nn
+
+from plugins.config import AccelConfig
+from plugins.core.batchnorm import SMALL_MICRO_BATCH, Statistics
+from plugins.core.memory import Peaks, in_use_gib
+from plugins.core.meter import Meter
+from plugins.core.report import Report
+from plugins.core.update import Outcome
+
+WITHOUT_GRADIENT_SHOWN = 20
+SKIPS_SHOWN = 5
+COUNTS = ("micro_batches", "updates", "partial_windows", "skipped_updates", "dropped_micro_batches")
+
+
+class Account:
+    """Fills the report while a run goes on. `say` shows a line to the user."""
+
+    def __init__(self, config: AccelConfig, host: str, say: Callable[[str], None]) -> None:
+        self.config, self.say = config, say
+        self.report = Report(host, config.dump())
+        self.meter = Meter()
+
+    def warn(self, text: str) -> None:
+        if text not in self.report.warnings:
+            self.report.warnings.append(text)
+            self.say(f"accel: {text}")
+
+    def approximate(self, term: str) -> None:
+        """This part of the loss is not that of the big batch."""
+        facts = self.report.window
+        if term not in facts.approximate_terms:
+            facts.approximate_terms.append(term)
+            facts.exact = False
+
+    # -- at the start ---------------------------------------------------------------------------------------------
+
+    def begin(
+        self, device: torch.device, peaks: Peaks, statistics: Statistics, clip_norm: float | None, exact: bool
+    ) -> None:
+        report = self.report
+        report.device = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+        report.memory.kind = peaks.kind
+        report.window.exact = exact and not report.window.approximate_terms
+        report.gradients.clip_norm = clip_norm
+        report.batchnorm.layers = len(statistics.layers)
+        report.batchnorm.rule = self.config.batchnorm
+        micro_batch = report.window.micro_batch
+        if statistics.layers and 0 < micro_batch < SMALL_MICRO_BATCH and self.config.batchnorm != "freeze":
+            report.batchnorm.micro_batch_too_small = True
+            self.warn(
+                f"BatchNorm sees micro-batches of {micro_batch} (under {SMALL_MICRO_BATCH}): accumulation cannot make "
+                "its statistics those of the big batch; batchnorm=freeze avoids it when fine-tuning"
+            )
+
+    def sizes(self, micro_batches: int, micro_batch: int) -> None:
+        """An update's micro-batches, and the samples of one."""
+        facts = self.report.window
+        facts.accumulate, facts.micro_batch = micro_batches, micro_batch
+        facts.effective_batch = micro_batches * micro_batch
+
+    # -- while it runs --------------------------------------------------------------------------------------------
+
+    @property
+    def updates(self) -> int:
+        """Windows that were closed, skipped updates included: the index of the next update."""
+        return self.report.window.updates + self.report.window.skipped_updates
+
+    def gradients(self, model: nn.Module) -> None:
+        """Before the first update: which parameters got none."""
+        if self.meter.series.seconds:
+            return
+        names = [n for n, p in model.named_parameters() if p.requires_grad and p.grad is None]
+        self.report.gradients.without_gradient = names
+        if names:
+            shown = ", ".join(names[:WITHOUT_GRADIENT_SHOWN]) + (" ..." if len(names) > WITHOUT_GRADIENT_SHOWN else "")
+            self.warn(f"{len(names)} trainable parameters got no gradient in the first update: {shown}")
+
+    def closed(self, outcome: Outcome, device: torch.device) -> None:
+        """A window is over."""
+        facts = self.report.window
+        if outcome.stepped:
+            facts.updates += 1
+        else:
+            facts.skipped_updates += 1
+            if facts.skipped_updates <= SKIPS_SHOWN:
+                last = "; further ones are only counted" if facts.skipped_updates == SKIPS_SHOWN else ""
+                self.warn(
+                    f"update {self.updates - 1}: the gradient norm is {outcome.norm}; the update was skipped{last}"
+                )
+        facts.partial_windows += outcome.partial
+        self.meter.closed(outcome, in_use_gib(device))
+
+    def counts(self) -> dict[str, int]:
+        """What was counted so far, for a checkpoint; a resumed run goes on from it."""
+        return {name: int(getattr(self.report.window, name)) for name in COUNTS}
+
+    def set_counts(self, counts: Mapping[str, int]) -> None:
+        for name in COUNTS:
+            setattr(self.report.window, name, counts[name])
+
+    # -- at the end -----------------------------------------------------------------------------------------------
+
+    def sum_up(self) -> None:
+        report = self.report
+        self.meter.sum_up(report.speed, report.shapes, report.gradients)
+        if advice := self.meter.advice():
+            self.warn(advice)
