@@ -26,6 +26,7 @@ from ultralytics.utils.torch_utils import unwrap_model
 from integrations.patches import Patches
 from integrations.seam import Seam, UnsupportedRun
 from integrations.ultralytics import loader, schedule
+from integrations.ultralytics.average import HostAverage, set_decay
 from integrations.ultralytics.layout import Layout
 from integrations.ultralytics.losses import Losses
 from integrations.ultralytics.saving import Saving
@@ -64,7 +65,7 @@ class Adapter:
             self.seam.files.seed_everything(config.seed)
             if getattr(trainer.train_loader, "generator", None) is not None:
                 trainer.train_loader.generator.manual_seed(config.seed)
-        self._set_decay(config.ema)
+        set_decay(trainer, self.seam, config.ema)
         losses = Losses(self.model, self.seam, self.patches)
         self.crosses_epochs = losses.crosses_epochs
         self.layout = Layout(trainer, self.model, self.patches)
@@ -227,7 +228,7 @@ class Adapter:
             recovered = bool(self._recover(epoch))
         if recovered:
             self.seam.drop()  # the host throws the gradients away
-            self._set_decay(self.seam.config.ema)
+            set_decay(trainer, self.seam, self.seam.config.ema)
         return recovered
 
     def _build_train_pipeline(self) -> None:
@@ -260,39 +261,10 @@ class Adapter:
 
     # -- settings ---------------------------------------------------------------------------------------------
 
-    def _set_decay(self, decay: float | str) -> None:
-        """The host's ramp with another ceiling; `off` keeps the average equal to the live weights."""
-        if decay == "off":
-            self.trainer.ema.decay = lambda updates: 0.0
-        elif decay != "host":
-            self.trainer.ema.decay = lambda updates: float(decay) * (1 - math.exp(-updates / 2000))
-        self.seam.report.ema.decay = 0.9999 if decay == "host" else decay
-
     def _uncompilable(self) -> str:
         if getattr(type(self.model), "loss", None) is not BaseModel.loss:
             return f"{type(self.model).__name__} passes labels into its forward, which is not compiled"
         return ""
-
-
-class HostAverage:
-    """The host's own ModelEMA, moved by the session once an update."""
-
-    def __init__(self, trainer: Any) -> None:
-        self.trainer = trainer
-
-    @property
-    def updates(self) -> int:
-        return int(self.trainer.ema.updates)
-
-    def update(self) -> None:
-        self.trainer.ema.update(self.trainer.model)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"updates": self.updates, "shadow": dict(self.trainer.ema.ema.state_dict())}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.trainer.ema.ema.load_state_dict(state["shadow"])
-        self.trainer.ema.updates = state["updates"]
 
 
 def check_trainer(trainer: Any) -> None:

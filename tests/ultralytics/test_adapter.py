@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import nn
 
-from integrations.ultralytics.adapter import HostAverage
 from tests import reference
 from tests.ultralytics.conftest import BATCHNORM, PLAIN, Run, Spy, freeze_batchnorm, same, tensors
 
@@ -194,15 +193,6 @@ def test_one_warning_about_small_micro_batches(batch: int, rule: str, warned: in
     assert run.report["batchnorm"]["micro_batch_too_small"] is bool(warned)
 
 
-def test_ema_decay_can_be_set_and_turned_off(train: Train) -> None:
-    off = train(accel={"ema": "off"}, name="off")
-    assert all(torch.equal(off.average[n], t) for n, t in off.weights.items() if t.is_floating_point())
-    assert off.report["ema"]["decay"] == "off"
-    fast = train(accel={"ema": 0.5}, name="fast")
-    assert fast.trainer.ema.decay(1e9) == pytest.approx(0.5)
-    assert not same(fast.average, fast.weights)
-
-
 @pytest.mark.parametrize(("rule", "factor"), [("linear", 2.0), ("sqrt", 2**0.5)])
 def test_lr_scale_follows_the_effective_batch(rule: str, factor: float, train: Train) -> None:
     run = train(accel={"accumulate": 8, "lr_scale": rule}, nbs=16, lr0=0.01, images=32)  # the host's own K is 4
@@ -364,20 +354,6 @@ def test_everything_is_undone_on_errors_too(fails: bool, train: Train) -> None:
     assert trainer.accel is None
     assert (trainer.save_dir / "accel_report.json").is_file()
     assert (trainer.save_dir / "accel_report.html").is_file()
-
-
-def test_the_average_of_the_host_is_the_trainer_s_present_one() -> None:
-    class Trainer:
-        class ema:
-            updates = 3
-            ema = nn.Linear(1, 1)
-
-    average = HostAverage(Trainer())
-    state = average.state_dict()
-    Trainer.ema.updates = 5
-    average.load_state_dict(state)
-    assert Trainer.ema.updates == 3
-    assert set(state["shadow"]) == {"weight", "bias"}
 
 
 def test_plain_settings_are_plain() -> None:

@@ -1,0 +1,38 @@
+"""The host's own average of the weights: who moves it, and how fast it follows."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from integrations.seam import Seam
+
+
+class HostAverage:
+    """The host's own ModelEMA, moved by the session once an update."""
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+
+    @property
+    def updates(self) -> int:
+        return int(self.trainer.ema.updates)
+
+    def update(self) -> None:
+        self.trainer.ema.update(self.trainer.model)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"updates": self.updates, "shadow": dict(self.trainer.ema.ema.state_dict())}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.trainer.ema.ema.load_state_dict(state["shadow"])
+        self.trainer.ema.updates = state["updates"]
+
+
+def set_decay(trainer: Any, seam: Seam, decay: float | str) -> None:
+    """The host's ramp with another ceiling; `off` keeps the average equal to the live weights."""
+    if decay == "off":
+        trainer.ema.decay = lambda updates: 0.0
+    elif decay != "host":
+        trainer.ema.decay = lambda updates: float(decay) * (1 - math.exp(-updates / 2000))
+    seam.report.ema.decay = 0.9999 if decay == "host" else decay
