@@ -52,7 +52,7 @@ def start(trainer: Any, options: Mapping[str, Any] | None = None) -> None:
             session.warn(f"{why}resuming from the averaged weights, as the host")
         else:
             _log.info(f"accel: resuming live weights, optimizer, window and random state; settings {config.given()}")
-    check(config, {"batch": trainer.batch_size})
+    check(config, {})
     try:
         adapter = Adapter(trainer, session)
         with adapter.released_on_error():

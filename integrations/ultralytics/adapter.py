@@ -58,7 +58,9 @@ class Adapter:
         """
         trainer, config = self.trainer, self.seam.config
         check_trainer(trainer)
-        self.size = schedule.window_size(config, trainer.batch_size)
+        rounded = state is not None or schedule.chosen_by_host(trainer)
+        window_size = schedule.window_size_rounded if rounded else schedule.window_size
+        self.size = window_size(config, trainer.batch_size)
         host_accumulate = trainer.accumulate
         schedule.scale_learning_rate(trainer, config.lr_scale, (self.size or host_accumulate) / host_accumulate)
         if config.seed != "host":
@@ -235,7 +237,7 @@ class Adapter:
         """Built again after the host halved its batch for lack of memory: windows start anew at the new size."""
         self._build()
         self.seam.drop()
-        self._resize(schedule.window_size_after_oom(self.seam.config, self.trainer.batch_size))
+        self._resize(schedule.window_size_rounded(self.seam.config, self.trainer.batch_size))
 
     def _resize(self, size: int | None) -> None:
         self.size = size

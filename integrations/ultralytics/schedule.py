@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 import numpy as np
+from ultralytics.utils import YAML
 
 from integrations.seam import UnsupportedRun
 
@@ -28,11 +29,17 @@ def window_size(config: Any, batch: int) -> int | None:
     return wanted // batch
 
 
-def window_size_after_oom(config: Any, batch: int) -> int | None:
-    """K after the host halved its batch: the effective batch is kept, rounded up."""
+def window_size_rounded(config: Any, batch: int) -> int | None:
+    """K for a batch that the user did not choose: the effective batch is kept, rounded up."""
     if config.effective_batch != "host" and config.accumulate == "host":
         return math.ceil(int(config.effective_batch) / batch)
     return window_size(config, batch)
+
+
+def chosen_by_host(trainer: Any) -> bool:
+    """Whether the host found this batch by the memory that was free (`batch=-1`); its args.yaml has what was asked."""
+    path = trainer.save_dir / "args.yaml"
+    return path.is_file() and float(YAML.load(path).get("batch", 1)) < 1
 
 
 def set_weight_decay(trainer: Any, effective: int) -> None:

@@ -361,3 +361,9 @@ def test_plain_settings_are_plain() -> None:
     from ultralytics.utils import DEFAULT_CFG_DICT
 
     assert set(PLAIN) <= set(DEFAULT_CFG_DICT)
+
+
+def test_an_effective_batch_over_a_batch_that_the_host_finds_is_rounded_up(train: Train) -> None:
+    """`batch=-1`: on a CPU the host takes 16."""
+    window = train(accel={"effective_batch": 24}, batch=-1, images=18, epochs=2).report["window"]
+    assert (window["micro_batch"], window["accumulate"], window["effective_batch"]) == (16, 2, 32)
