@@ -10,12 +10,13 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
+from plugins.core import beside
 from plugins.core import plan as planning
 from plugins.core.plan import Plan
 from plugins.core.planfile import PLAN_NAME, Switch, write_switches
 from plugins.errors import AccelError
 from plugins.loop import Accelerated
-from tests.core.planned import Clock, Net, by_name
+from tests.core.planned import Blocks, Clock, Net, by_name
 from tests.core.tiny import same
 
 BOTH_WIN = {"host": 1.0, "bf16": 0.8, "channels_last": 0.7, "both": 0.5}
@@ -39,13 +40,13 @@ def clock(monkeypatch):
 class Loop:
     """A run of a net with BatchNorm and dropout, over a shuffled loader; a step takes as long as `seconds` says."""
 
-    def __init__(self, clock, seconds=BOTH_WIN, planned=True, **options):
+    def __init__(self, clock, seconds=BOTH_WIN, planned=True, model=Net, shape=(3, 8, 8), **options):
         torch.manual_seed(0)
         self.clock, self.costs, self.losses = clock, by_name(**seconds), 0
         draw = torch.Generator().manual_seed(5)
-        images, labels = torch.rand(28, 3, 8, 8, generator=draw), torch.randint(2, (28,), generator=draw)
+        images, labels = torch.rand(28, *shape, generator=draw), torch.randint(2, (28,), generator=draw)
         self.loader = DataLoader(TensorDataset(images, labels), 4, shuffle=True)  # its order is of the run's own draws
-        self.model = Net()
+        self.model = model()
         self.done = 0
         settings = {"precision": "auto", "compile": "off", "ema": 0.9, **options}
         self.accel = Accelerated(
@@ -58,8 +59,9 @@ class Loop:
 
     def loss(self, images, labels):
         self.losses += 1
-        layout = self.accel.layout
-        self.clock.now += self.costs(Plan(layout.precision, layout.memory_format))
+        layout, compiled = self.accel.layout, self.accel.session.compilation.active
+        scope = "regional" if compiled else "eager"
+        self.clock.now += self.costs(Plan(layout.precision, layout.memory_format, scope))
         return torch.nn.functional.cross_entropy(self.model(self.accel.moved(images)), labels)
 
     def run(self, epochs=2):
@@ -174,6 +176,22 @@ def test_a_resumed_run_equals_the_straight_one(clock, tmp_path, at, source):
     assert second.losses == 14 - at
     assert second.planner.plan == straight.planner.plan == BOTH
     assert same(second.state(), straight.state())
+
+
+@pytest.mark.parametrize("planned", [True, False])
+def test_compile_is_measured_as_well(clock, monkeypatch, tmp_path, planned):
+    monkeypatch.setattr(planning, "bf16_is_fast", lambda device: False)
+    monkeypatch.setattr(beside, "fusable_share", lambda trial, *rest: 0.5 if trial.loss() is not None else 0)
+    monkeypatch.setattr(beside.memory, "room_for_worker", lambda device: False)
+    options = {"model": Blocks, "shape": (6,), "seconds": {"compiled": 0.5}, "planned": planned, "precision": "host"}
+    measured = Loop(clock, compile="auto", compile_backend="aot_eager", **options).run()
+    assert [(s.update, s.plan) for s in measured.planner.switches] == [(4, Plan("host", "host", "regional"))]
+    measured.accel.end(tmp_path)
+    given = Loop(clock, compile="auto", compile_backend="aot_eager", plan=tmp_path / PLAN_NAME, **options).run()
+    assert given.losses == 14
+    assert given.planner.switches == measured.planner.switches
+    assert same(given.state(), measured.state())
+    given.accel.end()
 
 
 def test_what_the_settings_fix_holds_when_resumed(clock, tmp_path):

@@ -21,6 +21,7 @@ class Layout:
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self.model, self.device = model, device
         self.precision, self.memory_format = "host", "host"
+        self._changed: list[Tensor] = []
         self._loss: Callable[[], Tensor]
 
     @property
@@ -33,12 +34,15 @@ class Layout:
         """Values stay as they are, and so do the tensors that an optimizer and an average hold: only the storage order
         of 4-dim ones changes."""
         self.precision = precision
-        if memory_format != self.memory_format:
-            wanted = torch.channels_last if memory_format == "channels_last" else torch.contiguous_format
-            for tensor in (*self.model.parameters(), *self.model.buffers()):
-                if tensor.dim() == 4:
-                    tensor.data = tensor.data.contiguous(memory_format=wanted)
-            self.memory_format = memory_format
+        if memory_format == self.memory_format:
+            return
+        self.memory_format, wanted = memory_format, torch.contiguous_format
+        if memory_format == "channels_last":
+            wanted = torch.channels_last
+            tensors = (*self.model.parameters(), *self.model.buffers())
+            self._changed = [t for t in tensors if t.dim() == 4 and not t.is_contiguous(memory_format=wanted)]
+        for tensor in self._changed:
+            tensor.data = tensor.data.contiguous(memory_format=wanted)
 
     def autocast(self) -> AbstractContextManager[Any]:
         return torch.autocast(self.device.type, dtype=self.dtype) if self.dtype is not None else nullcontext()

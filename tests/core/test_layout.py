@@ -45,6 +45,14 @@ def test_layouts_change_in_place_and_back() -> None:
     assert strides(model) == before
 
 
+def test_a_model_that_its_owner_laid_out_stays_so() -> None:
+    model = nn.Conv2d(3, 3, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    before, layout = strides(model), Layout(model, CPU)
+    for memory_format in ("channels_last", "host"):
+        layout.apply("host", memory_format)
+        assert strides(model) == before
+
+
 def test_precision_is_an_autocast_and_images_follow_the_layout() -> None:
     layout, images = Layout(nn.Conv2d(3, 2, 1), CPU), torch.rand(2, 3, 4, 4)
     for precision, dtype in (("host", None), ("fp32", None), ("bf16", torch.bfloat16)):

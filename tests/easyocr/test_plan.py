@@ -1,13 +1,15 @@
-"""fit under plan=auto: what it measures, and that it is then the run that the same settings by hand give, bit for bit."""
+"""fit under plan=auto: what it measures, and that it is then the run of the same settings by hand, bit for bit."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 
 from plugins import easyocr as plug
+from plugins.core import beside
 from plugins.core import plan as planning
 from plugins.core.plan import Plan
 from plugins.core.planfile import PLAN_NAME, Switch, read_switches, write_switches
@@ -30,9 +32,11 @@ def reads(monkeypatch):
     monkeypatch.setattr(plug, "_Run", Kept)
 
     def read(model, images):
-        layout = Kept.last.accel.layout
+        layout, compiled = Kept.last.accel.layout, Kept.last.accel.session.compilation.active
         counted.append(images.shape)
-        clock.now += by_name(**SECONDS)(Plan(layout.precision, layout.memory_format))
+        clock.now += by_name(**SECONDS)(
+            Plan(layout.precision, layout.memory_format, "features" if compiled else "eager")
+        )
         return real(model, images)
 
     monkeypatch.setattr(plug, "read", read)
@@ -56,7 +60,12 @@ def test_a_run_measures_once_and_is_the_run_of_its_file(options, reads):
     assert len(reads) > 24
     report = json.loads(measured.report.read_text())
     assert report["speed"]["plan"] == BOTH.name
-    assert [c["plan"] for c in report["speed"]["candidates"]] == ["host", "bf16 + channels_last", "channels_last", "bf16"]
+    assert [c["plan"] for c in report["speed"]["candidates"]] == [
+        "host",
+        "bf16 + channels_last",
+        "channels_last",
+        "bf16",
+    ]
     assert report["compile"]["reason"] == "on a CPU compiled code was no faster under bf16"
     assert report["speed"]["loader_wait_fraction"] == 0
     reads.clear()
@@ -139,6 +148,26 @@ def test_there_are_as_many_widths_as_a_plan_could_compile(options, tmp_path, mon
     report = json.loads(result.report.read_text())
     assert report["compile"]["graphs"] <= 5
     assert report["compile"]["decision"] == ("features" if most == 3 else "eager")
+
+
+def test_a_plan_that_turns_compile_on_stays_within_the_budget(options, reads, monkeypatch):
+    """As on a GPU, where convolutions may gain from it: fewer widths from the start, and the run of its file."""
+    monkeypatch.setattr(planning, "cannot_gain", lambda *args: "")
+    monkeypatch.setattr(beside, "fusable_share", lambda trial, *rest: 0.5 if trial.loss() is not None else 0)
+    monkeypatch.setattr(beside.memory, "room_for_worker", lambda device: False)
+    monkeypatch.setitem(SECONDS, "compiled", 0.1)
+    monkeypatch.setattr(planning, "compile_seconds", lambda *args: 0.1)
+    more = {"recompile_budget": 5, "compile_backend": "aot_eager", "num_iter": 30, "valInterval": 30}
+    measured = train(options, "_measured", **more)
+    assert [s.plan for s in read_switches(measured.folder / PLAN_NAME)] == [BOTH, replace(BOTH, compile="features")]
+    report = json.loads(measured.report.read_text())
+    assert len(report["shapes"]["buckets"]) == 3
+    assert report["compile"]["decision"] == "features"
+    assert 1 <= report["compile"]["graphs"] <= 5
+    reads.clear()
+    given = train(options, "_given", plan=measured.folder / PLAN_NAME, **more)
+    assert len(reads) == 60
+    assert_same_state(given.folder / "last.pt", measured.folder / "last.pt")
 
 
 def test_everything_that_a_run_leaves_loads_without_the_plan(options):
