@@ -264,9 +264,8 @@ class Accelerated:
         self.session.load_state_dict(state)
         if self.scheduler is not None and "scheduler" in state:
             self.scheduler.load_state_dict(state["scheduler"])
-        if self._planned:  # the planner switches at its next window, and this one may be half done
-            plan = self.session.planner.due(self.updates)
-            self.layout.apply(plan.precision, plan.memory_format)
+        if self._planned:  # at once: the window may be half done
+            self.session.plan_window(self.layout, 0, ())
         checkpoint.set_random_state(state["random"])
         return dict(state["extra"])
 

@@ -191,7 +191,14 @@ def test_compile_is_measured_as_well(clock, monkeypatch, tmp_path, planned):
     assert given.losses == 14
     assert given.planner.switches == measured.planner.switches
     assert same(given.state(), measured.state())
+    half = given.accel.save(tmp_path / "half.pt")
     given.accel.end()
+    again = Loop(clock, compile="auto", compile_backend="aot_eager", **options)
+    again.accel.resume(half)
+    assert again.accel.session.compilation.active is planned  # else from the next call of `plan` on
+    again.run(1)
+    assert again.planner.plan.compile == "regional"
+    again.accel.end()
 
 
 def test_what_the_settings_fix_holds_when_resumed(clock, tmp_path):
