@@ -111,6 +111,7 @@ class _Run:
             schedule=optim.schedule(self.settings),
             host_clip_norm=self.settings.grad_clip,
             dims=(3,),
+            planned=True,
             host="easyocr",
             say=say if self.first else lambda line: None,
             config=config,
@@ -125,7 +126,8 @@ class _Run:
         widths = self.prepared.lines.widths()
         widest = max(widths)
         if config.buckets == "auto":
-            most = max(1, config.recompile_budget - ROOM) if config.compile == "on" else MOST_BUCKETS
+            compiled = self.accel.session.planner.may_compile
+            most = max(1, config.recompile_budget - ROOM) if compiled else MOST_BUCKETS
             edges = choose_edges(widths, most, WIDTH_STEP)
         elif config.buckets == "off":
             edges = [max(widest, self.settings.imgW)]
@@ -210,19 +212,33 @@ class _Run:
             accel.session.warn(line)
         if not len(batch):
             return self._nothing()
+        left = (self.settings.num_iter - accel.updates) * accel.accumulate
+        accel.plan(self._trial(batch), left, batch.images.shape)
         with accel.forward(batch.images, padding=batch.padding * batch.images.shape[2]) as images:
             batch.images = images
         return accel.backward(self._losses(batch), weight=len(batch))
 
     def _losses(self, batch: MicroBatch) -> Iterator[tuple[Tensor, int]]:
         """(mean loss, samples) of the micro-batch's parts, each as large as one forward may be."""
-        most_px = self.settings.most_px(half=self.accel.dtype is not None)
-        for part in batch.parts(most_px):
+        for part in batch.parts(self._most_px):
             with self.accel.autocast():
-                logits = read(self.model, part.images)
-            loss = ctc_loss(logits, part.classes.to(self.accel.device), part.lengths)
+                loss = self._loss(part)
             self.pace.add(loss.detach(), len(part))
             yield loss, len(part)
+
+    def _loss(self, part: MicroBatch) -> Tensor:
+        """The network in the caller's autocast; CTC leaves it."""
+        logits = read(self.model, self.accel.moved(part.images))
+        return ctc_loss(logits, part.classes.to(self.accel.device), part.lengths)
+
+    def _trial(self, batch: MicroBatch) -> Callable[[], Tensor]:
+        """The loss that plans are compared by: of the micro-batch's first part, one size of it for all of them."""
+        part = next(batch.parts(self._most_px))
+        return lambda: self._loss(part)
+
+    @property
+    def _most_px(self) -> int:
+        return self.settings.most_px(half=self.accel.dtype is not None)
 
     def _nothing(self) -> Any:
         """A micro-batch whose pictures were all lost: skipped alone; among ranks it counts, with no weight."""

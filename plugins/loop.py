@@ -29,7 +29,8 @@ from plugins.config import AccelConfig
 from plugins.core import checkpoint, precision
 from plugins.core.compile import CompileRefused
 from plugins.core.ema import EMA
-from plugins.core.planfile import PlanError
+from plugins.core.layout import Layout
+from plugins.core.planfile import PlanError, Start
 from plugins.core.ranks import same_start
 from plugins.core.report import versions
 from plugins.core.session import Session
@@ -37,7 +38,6 @@ from plugins.core.update import Outcome
 from plugins.errors import AccelError
 
 SCHEMA = 1
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Accelerated:
@@ -50,6 +50,9 @@ class Accelerated:
         schedule: a function optimizer -> LRScheduler; stepped once an update.
         host_clip_norm: L2 norm where `clip_norm=host` (the default); None leaves gradients untouched then.
         dims: dimensions of the input that vary, for the compiler (3 is the width of [B, C, H, W]).
+        planned: this loop calls `plan` before the forward of every micro-batch. What the settings leave to `auto` then
+            starts as a plain loop has it and is measured; else precision and layout go by rule: bf16 where the device
+            is fast in it, channels_last for convolutions.
         host: name of the plug in the report. say: shows a line to the user.
         config: an accel.yaml, or an AccelConfig. options: AccelConfig's fields.
 
@@ -66,6 +69,7 @@ class Accelerated:
         schedule: Callable[[torch.optim.Optimizer], LRScheduler] | None = None,
         host_clip_norm: float | None = None,
         dims: Iterable[int] = (),
+        planned: bool = False,
         host: str = "loop",
         say: Callable[[str], None] = print,
         config: AccelConfig | str | Path | None = None,
@@ -82,18 +86,16 @@ class Accelerated:
         self.accumulate = self._micro_batches_an_update(micro_batch)
         self._scale_rate()
         self.scheduler = schedule(optimizer) if schedule is not None else None
-        chosen = self._chosen()
-        self.dtype = DTYPES.get(chosen.precision)
-        self.channels_last = chosen.memory_format == "channels_last"
-        if self.channels_last:
-            model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        if self.world > 1:
-            same_start(model)
-        self.average = EMA(model, float(self.config.ema)) if self.config.ema not in ("host", "off") else None
         self._validating = self._entered = False
+        self._planned = planned and self._measures()
+        chosen = self.config if self._planned else self._by_rule()
         self.session = Session(chosen, host, say)
+        self.layout = Layout(model, self.device)
         try:
-            self.session.start_plan(self.device)
+            self.layout.apply(*self.session.start_plan(self.device))
+            if self.world > 1:
+                same_start(model)
+            self.average = EMA(model, float(self.config.ema)) if self.config.ema not in ("host", "off") else None
             self.session.model_ready(
                 model,
                 optimizer,
@@ -101,13 +103,13 @@ class Accelerated:
                 micro_batch=micro_batch or 0,
                 size=self.accumulate,
                 clip_norm=host_clip_norm,
-                scaler=torch.amp.GradScaler(self.device.type) if chosen.precision == "fp16" else None,
+                scaler=torch.amp.GradScaler(self.device.type) if Start.of(chosen, self.device).in_fp16 else None,
                 average=self.average,
                 dims=dims,
                 takes=lambda args: not self._validating or self.config.validate_ == "compiled",
                 sync=self.world > 1,
             )
-        except (CompileRefused, PlanError) as error:
+        except (CompileRefused, PlanError, precision.Unsupported) as error:
             raise AccelError(str(error)) from None
         self._describe()
 
@@ -118,19 +120,26 @@ class Accelerated:
         """Windows closed so far, skipped ones included."""
         return self.session.updates
 
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """Of autocast, as it is in force; None in fp32."""
+        return self.layout.dtype
+
     def plan(self, loss: Callable[[], Tensor], left: int, shape: Iterable[int]) -> None:
-        """Let compile be measured, at `compile=auto`; call it before the forward of every micro-batch.
+        """Let what is `auto` be measured (without `planned`: compile alone); call it before the forward of every
+        micro-batch, outside autocast.
 
         Only the first one of a window is used, and while there is something to decide; nothing of the run is touched.
 
         Args:
-            loss: forward and loss of the micro-batch at hand; runs in autocast, possibly several times.
+            loss: forward and loss of the micro-batch at hand; runs in autocast, possibly several times. It takes its
+                inputs through `moved`, so that they have the layout that is tried.
             left: micro-batches still to come, this one included.
             shape: of the input, [B, ...].
         """
         if self.session.window.empty and self.session.planner.waits:
             self.session.statistics.keep()
-            self.session.plan_window(_Trial(self, loss), left, shape)
+            self.session.plan_window(self.layout.at(loss), left, shape)
 
     @contextmanager
     def forward(self, *inputs: Tensor, padding: int = 0) -> Iterator[Any]:
@@ -153,14 +162,12 @@ class Accelerated:
         self._entered = True
 
     def moved(self, value: Tensor) -> Tensor:
-        value = value.to(self.device, non_blocking=True)
-        if self.channels_last and value.dim() == 4:
-            value = value.contiguous(memory_format=torch.channels_last)
-        return value
+        """On the model's device and, where it has four dimensions, in the layout in force."""
+        return self.layout.moved(value)
 
-    def autocast(self) -> Any:
-        """Autocast in the run's precision; nothing in fp32."""
-        return torch.autocast(self.device.type, dtype=self.dtype) if self.dtype is not None else nullcontext()
+    def autocast(self) -> AbstractContextManager[Any]:
+        """Autocast in the precision in force; nothing in fp32."""
+        return self.layout.autocast()
 
     def backward(self, loss: Tensor | Iterable[tuple[Tensor, float]], weight: float | Tensor) -> Outcome | None:
         """Backward of one micro-batch; the window's last one is an update, and then says what it came to.
@@ -257,6 +264,8 @@ class Accelerated:
         self.session.load_state_dict(state)
         if self.scheduler is not None and "scheduler" in state:
             self.scheduler.load_state_dict(state["scheduler"])
+        if self._planned:  # at once: the window may be half done
+            self.session.plan_window(self.layout, 0, ())
         checkpoint.set_random_state(state["random"])
         return dict(state["extra"])
 
@@ -289,8 +298,15 @@ class Accelerated:
         for group in self.optimizer.param_groups:
             group["lr"] *= factor
 
-    def _chosen(self) -> AccelConfig:
-        """The settings with precision and layout resolved for this device; `plan` measures compile alone."""
+    def _measures(self) -> bool:
+        """Whether a planned loop has a use for the planner: ranks would have to agree on what they measure, and at
+        `compile=on` every candidate would be compiled anew."""
+        return isinstance(self.config.plan, Path) or (
+            self.config.plan == "auto" and self.config.compile != "on" and self.world == 1
+        )
+
+    def _by_rule(self) -> AccelConfig:
+        """The settings with precision and layout resolved for this device."""
         try:
             dtype = precision.resolve(self.config.precision, self.device)
         except precision.Unsupported as error:
@@ -305,23 +321,6 @@ class Accelerated:
         report.versions = versions()
         report.config = self.config.dump()
         report.ema.decay = self.average.decay if self.average is not None else None
-
-
-class _Trial:
-    """The micro-batch at hand, for the planner."""
-
-    def __init__(self, accel: Accelerated, loss: Callable[[], Tensor]) -> None:
-        self.accel, self._loss = accel, loss
-
-    def loss(self) -> Tensor:
-        with self.accel.autocast():
-            return self._loss()
-
-    def apply(self, precision: str, memory_format: str) -> None:
-        """Both are settled before the loop begins."""
-
-    def bare(self) -> AbstractContextManager[None]:
-        return nullcontext()
 
 
 def _shape(state: dict[str, Any], name: str) -> Any:

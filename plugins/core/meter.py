@@ -37,9 +37,11 @@ class Meter:
             self._spent = 0.0
 
     def forgive(self, seconds: float) -> None:
-        """Time inside this micro-batch that is not a step's own (a trial)."""
+        """Time inside this micro-batch, or before it arrived, that is neither a step's nor the loader's (a trial)."""
         if self._arrived:
             self._arrived += seconds
+        elif self._idle_since:
+            self._idle_since += seconds
 
     def idle(self) -> None:
         """The micro-batch is over."""

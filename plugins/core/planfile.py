@@ -38,6 +38,11 @@ class Start:
     open_fields: frozenset[str] = frozenset()
     switches: tuple[Switch, ...] = ()
 
+    @property
+    def in_fp16(self) -> bool:
+        """Whether it runs in fp16, now or later: gradients then need a scale."""
+        return any(plan.precision == "fp16" for plan in (self.plan, *(switch.plan for switch in self.switches)))
+
     @classmethod
     def of(cls, config: AccelConfig, device: torch.device) -> Start:
         """Raises precision.Unsupported on a precision that the device cannot train in, PlanError on a bad plan file.
@@ -47,7 +52,9 @@ class Start:
         measures = config.plan == "auto" and not (dist.is_initialized() and dist.get_world_size() > 1)
         switches = read_switches(config.plan) if isinstance(config.plan, Path) else []
         precision: str = config.precision
-        if precision == "auto" and (measures or switches):
+        for switch in switches:
+            resolve(switch.plan.precision, device)
+        if precision == "auto" and (measures or isinstance(config.plan, Path)):
             precision = "host"
         layout = "host" if config.memory_format == "auto" else config.memory_format
         settings = {"precision": config.precision, "memory_format": config.memory_format, "compile": config.compile}

@@ -90,7 +90,9 @@ class Planner:
         if self._fell:
             self._fall(moment)
         if self.given and moment.update >= self.given[0].update:
-            self._switch(moment, self.given.pop(0).plan)
+            plan = self.due(moment.update)
+            self.given = [switch for switch in self.given if switch.update > moment.update]
+            self._switch(moment, plan)
         if self.state == "timing" and not self._key:
             self._key = fingerprint(self.model, self._bounded(moment.shape), self.device, self._settings())
             self._recall(moment)
@@ -100,6 +102,19 @@ class Planner:
             self._begin_compile(moment)
         if self.state == "compiling":
             self._change_over(moment)
+
+    def due(self, update: int) -> Plan:
+        """What is to run at this update by the switches that were given."""
+        return next((switch.plan for switch in reversed(self.given) if switch.update <= update), self.plan)
+
+    @property
+    def may_compile(self) -> bool:
+        """Whether compiled code runs, or may run later."""
+        if self.compilation.active or any(switch.plan.compile != "eager" for switch in self.given):
+            return True
+        return "compile" in self.open_fields and not planning.cannot_gain(
+            self.compilation.modules()[0], self.device, self.plan.precision
+        )
 
     def _switch(self, moment: Moment, plan: Plan) -> None:
         """Run this plan from now on; without its compile, where that cannot be."""
@@ -258,12 +273,15 @@ class Planner:
     # -- a run's end and its going on -----------------------------------------------------------------------------
 
     def resume(self, plan: Plan, update: int) -> None:
-        """A resumed run goes on under the plan that was in force, at its next window; nothing is tried again."""
+        """A resumed run goes on under the plan that was in force, at its next window; nothing is tried again.
+
+        What the settings fix, they fix here too; a plan file fixes everything.
+        """
         self.state = "done"
         self.reason = "the plan of the run that is resumed"
-        self.given = [s for s in self.given if s.update > update]
+        plan = replace(self.plan, **{name: getattr(plan, name) for name in self.open_fields})
         if plan != self.plan:
-            self.given.insert(0, Switch(update, plan))
+            self.given = [Switch(update, plan)]
 
     def sum_up(self, speed: SpeedFacts, facts: CompileFacts) -> None:
         """Write the plan, its reasons and every candidate's figures into the report."""

@@ -10,6 +10,7 @@ from plugins.config import AccelConfig
 from plugins.core import planfile
 from plugins.core.plan import Plan
 from plugins.core.planfile import PLAN_NAME, PlanError, Start, Switch, read_switches, write_switches
+from plugins.core.precision import Unsupported
 from tests.core.tiny import CPU
 
 BF16 = Plan("bf16", "channels_last")
@@ -33,6 +34,18 @@ def test_a_start_that_is_not_the_hosts_is_a_switch_at_update_0(tmp_path: Path) -
     assert read_switches(path) == [Switch(0, Plan("fp32")), Switch(4, BF16)]
     path = write_switches(tmp_path, Plan("fp32"), [Switch(0, BF16)])
     assert read_switches(path) == [Switch(0, BF16)]
+
+
+def test_a_file_without_switches_is_the_hosts_own_run(tmp_path: Path) -> None:
+    assert start(plan=write_switches(tmp_path, Plan(), []), precision="auto").plan == Plan()
+
+
+def test_a_file_for_another_device_is_refused(tmp_path: Path) -> None:
+    path = write_switches(tmp_path, Plan(), [Switch(2, Plan("fp16"))])
+    with pytest.raises(Unsupported, match="not on a CPU"):
+        start(plan=path)
+    assert Start(switches=tuple(read_switches(path))).in_fp16
+    assert not start(precision="bf16").in_fp16
 
 
 @pytest.mark.parametrize(

@@ -14,11 +14,13 @@ import torch
 from plugins.core import plan as planning
 from plugins.core.checkpoint import set_random_state
 from plugins.core.plan import Plan
-from plugins.core.planfile import PLAN_NAME
+from plugins.core.planfile import PLAN_NAME, Switch, write_switches
 from plugins.core.remember import Memory
-from tests.core.planned import OF, Clock, Host, by_name
+from plugins.core.trial import Moment
+from tests.core.planned import OF, Blocks, Clock, Host, Net, by_name
 from tests.core.tiny import same, snapshot
 
+BOTH_PLAN = Plan("bf16", "channels_last")
 BOTH_WIN = {"host": 1.0, "bf16": 0.8, "channels_last": 0.7, "both": 0.5}
 UPDATES = 10  # of a run that is said to have 1,000
 
@@ -205,6 +207,50 @@ def test_resume_keeps_the_plan(clock: Clock) -> None:
     assert again.planner.plan == second.plan == Plan("bf16", "channels_last")
     assert again.planner.timings == []
     assert same(snapshot(second.model), snapshot(whole.model))
+
+
+def test_a_resumed_run_keeps_what_its_settings_fix(clock: Clock) -> None:
+    held = Host(clock, by_name()).session(precision="fp32")
+    held.planner.resume(BOTH_PLAN, 5)
+    assert held.planner.due(5) == Plan("fp32", "channels_last")
+    held = Host(clock, by_name()).session(plan="off", precision="fp32", memory_format="host")
+    held.planner.resume(BOTH_PLAN, 5)
+    assert held.planner.due(5) == Plan("fp32")
+    assert not held.planner.waits
+
+
+def test_a_resumed_run_makes_the_switches_of_its_file(clock: Clock, tmp_path: Path) -> None:
+    """Those before it at once and as one, that of its first update too, and the later ones in their turn."""
+    switches = [Switch(1, Plan("bf16")), Switch(5, Plan("host", "channels_last")), Switch(8, BOTH_PLAN)]
+    path = write_switches(tmp_path, Plan(), switches)
+    for update, due in ((0, Plan()), (4, Plan("bf16")), (5, Plan("host", "channels_last")), (9, BOTH_PLAN)):
+        host = Host(clock, by_name())
+        host.session(plan=path).planner.resume(Plan("bf16"), update)
+        assert host.open.planner.due(update) == due
+        host.open.planner.at_window(Moment(host, update, OF, host.shape))
+        assert host.plan == due
+        assert host.open.planner.given == [switch for switch in switches if switch.update > update]
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "may"),
+    [
+        (Blocks, {"compile": "auto"}, True),
+        (Blocks, {"compile": "off"}, False),
+        (Blocks, {"compile": "auto", "plan": "off"}, False),
+        (Blocks, {"compile": "on", "compile_backend": "eager", "plan": "off"}, True),
+        (Net, {"compile": "auto"}, False),  # convolutions, on a CPU
+    ],
+)
+def test_whether_a_run_may_come_to_compile(clock: Clock, model: Any, options: dict[str, Any], may: bool) -> None:
+    held = Host(clock, by_name(), model, (4, 6) if model is Blocks else (4, 3, 8, 8)).session(**options)
+    assert held.planner.may_compile is may
+    held.end()
+
+
+def test_a_run_whose_file_compiles_may_compile(clock: Clock, tmp_path: Path) -> None:
+    path = write_switches(tmp_path, Plan(), [Switch(3, Plan(compile="whole"))])
+    assert Host(clock, by_name()).session(plan=path, compile="auto").planner.may_compile
 
 
 # -- windows ------------------------------------------------------------------------------------------------------

@@ -24,6 +24,12 @@ torch.set_num_threads(1)
 Folder = Callable[..., Path]
 
 
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a run measured is remembered for that test alone."""
+    monkeypatch.setenv("ACCEL_CACHE_DIR", str(tmp_path / "cache"))
+
+
 def draw(text: str, seed: int = 0, font: str = "DejaVuSans") -> Image.Image:
     return line(text or " ", font, np.random.default_rng(seed))
 

@@ -18,6 +18,7 @@ from integrations.easyocr.weights import take_over
 from plugins.core.checkpoint import write_atomically
 from tests.easyocr.conftest import STOCK_CHARACTERS, write_folder
 
+FONTS = ("DejaVuSans", "DejaVuSerif", "STIXGeneral", "DejaVuSansMono-Bold", "cmtt10")
 STOCK = {"input_channel": 1, "output_channel": 256, "hidden_size": 256}
 
 
@@ -61,11 +62,16 @@ def test_1104_the_reader_gives_the_trainers_text(network, held_out, tmp_path):
     assert network.training
 
 
-def test_a_crop_padded_to_the_next_bucket_reads_the_same(network, held_out):
+def test_a_crop_padded_to_the_next_bucket_reads_the_same(network, tmp_path):
+    """At least 99 % of lines in five fonts; 495 of 500 when that many were measured."""
+    rng = np.random.default_rng(4)
+    for seed, font in enumerate(FONTS):
+        write_folder(tmp_path / font, [text(rng) for _ in range(44)], seed=1000 * seed, font=font)
+    lines = read_folder(tmp_path, "x", Skipped())
     codec, reader_way = converter(STOCK_CHARACTERS), Preprocess("reader", 64, 600)
-    held_out.lines[:] = held_out.lines[:24]
-    plain = read_lines(network, held_out, reader_way, codec, torch.device("cpu"))
-    wider = read_lines(network, held_out, reader_way, codec, torch.device("cpu"), widen=lambda width: width + 64)
-    assert sum(a == b for a, b in zip(plain.texts, wider.texts, strict=True)) >= 23
+    plain = read_lines(network, lines, reader_way, codec, torch.device("cpu"))
+    wider = read_lines(network, lines, reader_way, codec, torch.device("cpu"), widen=lambda width: width + 64)
+    assert len(plain.texts) == 220
+    assert sum(a == b for a, b in zip(plain.texts, wider.texts, strict=True)) >= 0.99 * 220
     assert plain.loss > 0
-    assert len(plain.samples(held_out, 3)) == 3
+    assert len(plain.samples(lines, 3)) == 3
