@@ -89,7 +89,7 @@ class Planner:
     def at_window(self, moment: Moment) -> None:
         if self._fell:
             self._fall(moment)
-        if self.given and moment.update >= self.given[0].update:
+        while self.given and moment.update >= self.given[0].update:
             self._switch(moment, self.given.pop(0).plan)
         if self.state == "timing" and not self._key:
             self._key = fingerprint(self.model, self._bounded(moment.shape), self.device, self._settings())
@@ -261,7 +261,7 @@ class Planner:
         """A resumed run goes on under the plan that was in force, at its next window; nothing is tried again."""
         self.state = "done"
         self.reason = "the plan of the run that is resumed"
-        self.given = [s for s in self.given if s.update > update]
+        self.given = [s for s in self.given if s.update >= update]  # one of the next window is still to be made
         if plan != self.plan:
             self.given.insert(0, Switch(update, plan))
 
