@@ -33,9 +33,12 @@ class Windows:
         self.outcome: Any = None
         self.host_scaled = trainer.loss_is_scaled_for_ga
         self._left = 0  # micro-batches of the window that are still to come
+        self._begun = False
 
     def get_batch_samples(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self.session.idle()
+        if self._begun:
+            self.session.idle()  # the last micro-batch of the window before; ahead of the first there was none
+        self._begun = True
         found = original(*args, **kwargs)
         self._left = len(found[0])
         if self.keep:
