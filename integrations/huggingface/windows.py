@@ -71,15 +71,23 @@ class Windows:
         main = next((inputs[name] for name in INPUTS if isinstance(inputs.get(name), Tensor)), None) if named else None
         if main is not None:
             session.shape(main.shape, _padding(inputs.get("attention_mask")))
-        if first and main is not None and self.losses.weighs:
-            model.train()
-            session.training_mode()
-            session.plan_window(self.layout.at(dict(inputs)), self._to_come(), main.shape)
+        if first:
+            self._plan(model, inputs, main)
         loss = original(model, inputs, *args, **kwargs)
         self._left -= 1
         if self._left:
             session.idle()
         return loss
+
+    def _plan(self, model: Any, inputs: Any, main: Tensor | None) -> None:
+        """At a window's start; `main` is the input whose shape names the work."""
+        session = self.session
+        if main is None or not self.losses.weighs:
+            why = "losses are left to the host" if main is not None else f"no input is one of {', '.join(INPUTS)}"
+            session.planner.measure_nothing(why)
+        model.train()
+        session.training_mode()
+        session.plan_window(self.layout.at(inputs), self._to_come(), () if main is None else main.shape)
 
     def _to_come(self) -> int:
         state = self.trainer.state

@@ -101,6 +101,13 @@ class Planner:
         if self.state == "compiling":
             self._change_over(moment)
 
+    def measure_nothing(self, why: str) -> None:
+        """The host cannot run a trial; switches that were given are made all the same."""
+        if self.state != "done":
+            self.state, self.reason = "done", f"no trial: {why}"
+            if "compile" in self.open_fields:
+                self.beside.learnt.reason = self.reason
+
     def _switch(self, moment: Moment, plan: Plan) -> None:
         """Run this plan from now on; without its compile, where that cannot be."""
         if plan.compile != self.plan.compile:

@@ -19,7 +19,7 @@ from plugins.core import plan as planning
 from plugins.core import planner as planner_module
 from plugins.core.checkpoint import random_state
 from plugins.core.plan import Plan, Timing
-from plugins.core.planfile import PLAN_NAME
+from plugins.core.planfile import PLAN_NAME, Switch, write_switches
 from plugins.core.remember import INDUCTOR, Memory
 from tests.core.tiny import same
 from tests.huggingface.heads import Rows, batch_for, model_for
@@ -248,6 +248,16 @@ def test_a_run_resumed_at_a_switch_of_its_file_makes_it(case: Case, measured: Ru
 def test_three_micro_batches_are_timed_after_the_first_which_warms_up(tmp_path: Path) -> None:
     options = {"plan": "auto", "precision": "auto", "compile": "off", "cache_dir": tmp_path / "cache"}
     assert run("bert-token", tmp_path, options, gradient_accumulation_steps=1).switches == [(4, "bf16")]
+
+
+def test_losses_left_to_the_host_are_not_tried_but_a_file_is_run(tmp_path: Path) -> None:
+    open_ = {"normalise": "host", "precision": "auto", **COMPILE}
+    auto = run("bert-token", tmp_path / "auto", {**open_, "plan": "auto", "cache_dir": tmp_path / "cache"})
+    assert (auto.speed["candidates"], auto.switches) == ([], [])
+    assert "left to the host" in auto.speed["reason"]
+    assert "left to the host" in auto.report["compile"]["reason"]
+    file = write_switches(tmp_path, Plan(), [Switch(2, Plan("bf16"))])
+    assert run("bert-token", tmp_path / "given", {**open_, "plan": file}).switches == [(2, "bf16")]
 
 
 def test_trials_leave_the_loader_and_a_run_that_they_do_not_change_alone(
