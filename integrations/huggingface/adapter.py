@@ -17,13 +17,14 @@ from typing import Any
 
 import torch
 
-from integrations.huggingface import arguments, checkpoints, evaluation
+from integrations.huggingface import arguments, evaluation
 from integrations.huggingface.holding import Held, caller_local
 from integrations.huggingface.layout import Layout
 from integrations.huggingface.lengths import length_key
 from integrations.huggingface.loaders import Loaders
 from integrations.huggingface.losses import Losses
 from integrations.huggingface.saving import Saving
+from integrations.huggingface.starting import Starting
 from integrations.huggingface.windows import Windows
 from integrations.seam import UnsupportedRun
 
@@ -48,14 +49,13 @@ class Adapter:
         self.average: Any = None
         self.config = tools.config
         self.entry, self.run = Held(trainer), Held(trainer)
-        self.arguments = Held(trainer.args)
-        self.on_model: Held | None = None
+        self.starting = Starting(trainer, self.config, tools.seed, self._say, self.end)
+        self.on_model: list[Held] = []  # the second one, where there is one, on its config
         self.losses = Losses(trainer, self.config.normalise == "exact", self._approximate)
         self.loaders = Loaders(trainer, self.config.buckets, self.config.recompile_budget, self._say)
         self.windows: Any = None
         self.layout: Any = None
         self._evaluating = self._generating = False
-        self._failed_batch = 0
         self._told: list[tuple[str, str]] = []
         arguments.refuse_contradictions(trainer, self.config)
         if self._late:
@@ -70,8 +70,8 @@ class Adapter:
 
     def _install_entry(self) -> None:
         for name, replacement in (
-            ("train", self._train),
-            ("_inner_training_loop", self._inner_training_loop),
+            ("train", self.starting.train),
+            ("_inner_training_loop", self.starting.inner_training_loop),
             ("_get_dataloader", self.loaders.get_dataloader),
             ("evaluation_loop", self._evaluation_loop),
         ):
@@ -114,60 +114,6 @@ class Adapter:
 
     # -- a run -------------------------------------------------------------------------------------------------
 
-    def _train(
-        self, original: Callable[..., Any], resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any
-    ) -> Any:
-        trainer = self.trainer
-        run = Path(trainer.args.output_dir)
-        if trainer.args.should_save and run.is_dir():
-            checkpoints.sweep(run)
-        trainer.accelerator.wait_for_everyone()
-        if resume_from_checkpoint is True:
-            found, passed = checkpoints.newest_complete(run) if run.is_dir() else (None, [])
-            for line in passed:
-                self._say(f"resume_from_checkpoint=True: {line}; an older one is taken")
-            resume_from_checkpoint = str(found) if found else True  # the host says that there is none
-        try:
-            return original(resume_from_checkpoint, *args, **kwargs)
-        finally:
-            self._failed_batch = 0
-            self.end()
-
-    def _inner_training_loop(
-        self, original: Callable[..., Any], batch_size: Any = None, *args: Any, **kwargs: Any
-    ) -> Any:
-        trainer = self.trainer
-        if trainer.args.auto_find_batch_size and batch_size:
-            batch_size = self._keep_effective_batch(batch_size)
-        else:
-            arguments.apply(trainer, self.config, self.arguments)
-        if self.config.seed != "host":
-            self.tools.seed(self.config.seed)
-        try:
-            return original(batch_size, *args, **kwargs)
-        except BaseException:
-            self._failed_batch = batch_size or 0
-            self.end()
-            raise
-
-    def _keep_effective_batch(self, micro_batch: int) -> int:
-        """After an out-of-memory retry: fewer samples a micro-batch, more micro-batches, the same update."""
-        trainer = self.trainer
-        self.arguments.undo()
-        arguments.apply(trainer, self.config, self.arguments)
-        wanted = trainer.args.train_batch_size * trainer.args.gradient_accumulation_steps
-        allowed = min(micro_batch, self._failed_batch - 1) if self._failed_batch else micro_batch
-        if allowed < 1:
-            return 0  # the host says that no batch size fits
-        size, accumulate = arguments.same_effective_batch(wanted, allowed)
-        if size != trainer.args.train_batch_size:
-            self._say(
-                f"out of memory: {trainer.args.train_batch_size} x {trainer.args.gradient_accumulation_steps} becomes "
-                f"{size} x {accumulate}; an update still has {wanted} samples"
-            )
-            self.arguments.value("gradient_accumulation_steps", accumulate)
-        return size
-
     def begin(self) -> None:
         """on_train_begin: everything is built and wrapped. Fires again when the host retries."""
         trainer = self.trainer
@@ -182,7 +128,7 @@ class Adapter:
         self.windows = Windows(trainer, session, self.losses, self.layout, self.config.batchnorm == "precise")
         saving = Saving(trainer, session, self.average, self._averaged)
         self._install_run(saving)
-        self.on_model = Held(model)
+        self.on_model = [Held(model)]
         if self.config.compile != "off":
             self._prepare_for_compile(model)
         self.layout.apply(*session.start_plan(args.device))
@@ -211,8 +157,8 @@ class Adapter:
         """A cache of keys and values is of no use in training and changes what a compiler sees."""
         config = getattr(model, "config", None)
         if getattr(config, "use_cache", False):
-            self.on_config = Held(config)
-            self.on_config.value("use_cache", False)
+            self.on_model.append(Held(config))
+            self.on_model[-1].value("use_cache", False)
         if self.config.validate_ == "compiled" and hasattr(model, "generate"):
 
             def generate(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -222,8 +168,7 @@ class Adapter:
                 finally:
                     self._generating = before
 
-            assert self.on_model is not None
-            self.on_model.method("generate", generate)
+            self.on_model[0].method("generate", generate)
 
     def _takes(self, model: Any) -> Callable[[Any], bool]:
         """Which calls are compiled: training's, and evaluation's at validate=compiled; never those of `generate`."""
@@ -245,18 +190,15 @@ class Adapter:
         session, self.session = self.session, None
         trainer = self.trainer
         self.run.undo()
-        self.arguments.undo()
+        self.starting.arguments.undo()
         if session is None:
             return
         vars(trainer.model_wrapped).pop("zero_grad", None)
-        config = self.__dict__.pop("on_config", None)
-        if config is not None:
-            config.undo()
         folder = Path(trainer.args.output_dir) if report and trainer.args.should_save else None
         session.end(folder)
         self.layout.undo()
-        if self.on_model is not None:
-            self.on_model.undo()
+        for held in self.on_model:
+            held.undo()
         self.average = None
         self._late, self._late_loader = False, None
 

@@ -21,7 +21,7 @@ class Layout:
     def __init__(self, trainer: Any, model: nn.Module, compute_loss: Any) -> None:
         self.trainer, self.model, self.compute_loss = trainer, model, compute_loss
         self.precision, self.memory_format = "host", "host"
-        self._inputs: dict[str, Any] = {}
+        self._inputs: Any = {}
 
     def apply(self, precision: str, memory_format: str) -> None:
         """Switch from here on. Values stay as they are; only the storage order of 4-dim weights changes."""
@@ -34,7 +34,7 @@ class Layout:
     def undo(self) -> None:
         self.apply("host", "host")
 
-    def at(self, inputs: dict[str, Any]) -> Layout:
+    def at(self, inputs: Any) -> Layout:
         self._inputs = inputs
         return self
 

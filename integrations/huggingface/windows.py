@@ -33,9 +33,12 @@ class Windows:
         self.outcome: Any = None
         self.host_scaled = trainer.loss_is_scaled_for_ga
         self._left = 0  # micro-batches of the window that are still to come
+        self._begun = False
 
     def get_batch_samples(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self.session.idle()
+        if self._begun:
+            self.session.idle()  # the last micro-batch of the window before; ahead of the first there was none
+        self._begun = True
         found = original(*args, **kwargs)
         self._left = len(found[0])
         if self.keep:
@@ -68,15 +71,23 @@ class Windows:
         main = next((inputs[name] for name in INPUTS if isinstance(inputs.get(name), Tensor)), None) if named else None
         if main is not None:
             session.shape(main.shape, _padding(inputs.get("attention_mask")))
-        if first and main is not None and self.losses.weighs:
-            model.train()
-            session.training_mode()
-            session.plan_window(self.layout.at(dict(inputs)), self._to_come(), main.shape)
+        if first:
+            self._plan(model, inputs, main)
         loss = original(model, inputs, *args, **kwargs)
         self._left -= 1
         if self._left:
             session.idle()
         return loss
+
+    def _plan(self, model: Any, inputs: Any, main: Tensor | None) -> None:
+        """At a window's start; `main` is the input whose shape names the work."""
+        session = self.session
+        if main is None or not self.losses.weighs:
+            why = "losses are left to the host" if main is not None else f"no input is one of {', '.join(INPUTS)}"
+            session.planner.measure_nothing(why)
+        model.train()
+        session.training_mode()
+        session.plan_window(self.layout.at(inputs), self._to_come(), () if main is None else main.shape)
 
     def _to_come(self) -> int:
         state = self.trainer.state

@@ -50,16 +50,16 @@ class Start:
         Several ranks measure nothing: they would have to agree on it.
         """
         measures = config.plan == "auto" and not (dist.is_initialized() and dist.get_world_size() > 1)
-        switches = read_switches(config.plan) if isinstance(config.plan, Path) else []
+        switches = read_switches(config.plan) if isinstance(config.plan, Path) else None
         precision: str = config.precision
-        for switch in switches:
+        for switch in switches or ():
             resolve(switch.plan.precision, device)
-        if precision == "auto" and (measures or isinstance(config.plan, Path)):
-            precision = "host"
+        if precision == "auto" and (measures or switches is not None):
+            precision = "host"  # a file without switches is of a run in which nothing won
         layout = "host" if config.memory_format == "auto" else config.memory_format
         settings = {"precision": config.precision, "memory_format": config.memory_format, "compile": config.compile}
         still_open = frozenset(name for name, value in settings.items() if value == "auto") if measures else frozenset()
-        return cls(Plan(resolve(precision, device), layout), still_open, tuple(switches))
+        return cls(Plan(resolve(precision, device), layout), still_open, tuple(switches or ()))
 
 
 def read_switches(path: Path) -> list[Switch]:

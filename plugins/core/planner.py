@@ -89,10 +89,8 @@ class Planner:
     def at_window(self, moment: Moment) -> None:
         if self._fell:
             self._fall(moment)
-        if self.given and moment.update >= self.given[0].update:
-            plan = self.due(moment.update)
-            self.given = [switch for switch in self.given if switch.update > moment.update]
-            self._switch(moment, plan)
+        while self.given and moment.update >= self.given[0].update:
+            self._switch(moment, self.given.pop(0).plan)
         if self.state == "timing" and not self._key:
             self._key = fingerprint(self.model, self._bounded(moment.shape), self.device, self._settings())
             self._recall(moment)
@@ -115,6 +113,13 @@ class Planner:
         return "compile" in self.open_fields and not planning.cannot_gain(
             self.compilation.modules()[0], self.device, self.plan.precision
         )
+
+    def measure_nothing(self, why: str) -> None:
+        """The host cannot run a trial; switches that were given are made all the same."""
+        if self.state != "done":
+            self.state, self.reason = "done", f"no trial: {why}"
+            if "compile" in self.open_fields:
+                self.beside.learnt.reason = self.reason
 
     def _switch(self, moment: Moment, plan: Plan) -> None:
         """Run this plan from now on; without its compile, where that cannot be."""

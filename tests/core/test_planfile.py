@@ -81,6 +81,11 @@ def test_what_the_settings_leave_open() -> None:
     assert start(precision="fp32", memory_format="channels_last").plan == Plan("fp32", "channels_last")
 
 
+def test_a_file_without_switches_leaves_the_hosts_precision(tmp_path: Path) -> None:
+    path = write_switches(tmp_path, Plan(), [])
+    assert start(plan=path, precision="auto") == Start()
+
+
 def test_several_ranks_measure_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planfile.dist, "is_initialized", lambda: True)
     monkeypatch.setattr(planfile.dist, "get_world_size", lambda: 2)

@@ -186,6 +186,16 @@ def test_a_run_with_the_plan_is_the_run_with_its_file(clock: Clock, tmp_path: Pa
     assert (tmp_path / PLAN_NAME).read_text() == (tmp_path / "again" / PLAN_NAME).read_text()
 
 
+def test_two_switches_of_one_update_are_both_made_there(clock: Clock, tmp_path: Path) -> None:
+    switches = [Switch(3, Plan("bf16")), Switch(3, Plan("bf16", "channels_last")), Switch(5, Plan())]
+    file = write_switches(tmp_path, Plan(), switches)
+    seen: list[Plan] = []
+    host = Host(clock, by_name())
+    planner = host.run(UPDATES, plan=file, each=lambda update: seen.append(host.plan)).planner
+    assert planner.switches == switches
+    assert seen[1:] == [Plan()] * 3 + [Plan("bf16", "channels_last")] * 2 + [Plan()] * 4
+
+
 def test_a_trial_that_loses_leaves_the_run_as_it_was(clock: Clock) -> None:
     tried, plain = Host(clock, by_name()), Host(clock, by_name())
     tried.run(UPDATES)
@@ -251,6 +261,19 @@ def test_whether_a_run_may_come_to_compile(clock: Clock, model: Any, options: di
 def test_a_run_whose_file_compiles_may_compile(clock: Clock, tmp_path: Path) -> None:
     path = write_switches(tmp_path, Plan(), [Switch(3, Plan(compile="whole"))])
     assert Host(clock, by_name()).session(plan=path, compile="auto").planner.may_compile
+
+
+def test_resume_at_a_switch_of_the_file_makes_it(clock: Clock, tmp_path: Path) -> None:
+    file = write_switches(tmp_path, Plan(), [Switch(2, Plan("bf16")), Switch(6, Plan("bf16", "channels_last"))])
+    whole, first, second = (Host(clock, by_name()) for _ in range(3))
+    whole.run(UPDATES, plan=file)
+    state = copy.deepcopy(first.run(6, plan=file, end=False).state_dict())
+    again = second.session(plan=file)
+    again.load_state_dict(state)
+    set_random_state(state["random"])
+    second.run(UPDATES, first=6)
+    assert again.planner.plan == Plan("bf16", "channels_last")
+    assert same(snapshot(second.model), snapshot(whole.model))
 
 
 # -- windows ------------------------------------------------------------------------------------------------------

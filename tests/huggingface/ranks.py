@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from transformers import Trainer
 
+from plugins.hf import AccelCallback
 from tests.huggingface.heads import HEADS, batch_for
 from tests.huggingface.runs import losses, trainer_for
 
@@ -42,14 +44,35 @@ def gradients(folder: Path) -> dict[str, Any]:
     return found
 
 
-def in_step(folder: Path) -> dict[str, Any]:
-    """`evaluate()` first, then three updates of four micro-batches: reductions an update, and the ranks' distance."""
+def counting_reductions(trainer: Trainer) -> list[int]:
+    """One entry a bucket of gradients that DistributedDataParallel reduces in the run to come."""
     calls: list[int] = []
 
     def hook(state, bucket):  # torch checks annotations here, and these are strings in this file
         calls.append(1)
         return dist.algorithms.ddp_comm_hooks.default_hooks.allreduce_hook(None, bucket)
 
+    original = trainer._prepare_for_training
+
+    def prepared(*args: Any, **kwargs: Any) -> Any:
+        model, loader = original(*args, **kwargs)
+        model.register_comm_hook(None, hook)
+        return model, loader
+
+    trainer._prepare_for_training = prepared
+    return calls
+
+
+def apart(weights: dict[str, torch.Tensor]) -> float:
+    """The largest difference between the two ranks' weights."""
+    flat = torch.cat([t.flatten().float() for t in weights.values()])
+    both = [torch.empty_like(flat) for _ in range(2)]
+    dist.all_gather(both, flat)
+    return float((both[0] - both[1]).abs().max())
+
+
+def in_step(folder: Path) -> dict[str, Any]:
+    """`evaluate()` first, then three updates of four micro-batches: reductions an update, and the ranks' distance."""
     trainer, spy = trainer_for(
         "bert-token",
         folder,
@@ -62,20 +85,37 @@ def in_step(folder: Path) -> dict[str, Any]:
         save_steps=2,
     )
     trainer.evaluate()
-    original = trainer._prepare_for_training
-
-    def prepared(*args: Any, **kwargs: Any) -> Any:
-        model, loader = original(*args, **kwargs)
-        model.register_comm_hook(None, hook)
-        return model, loader
-
-    trainer._prepare_for_training = prepared
+    calls = counting_reductions(trainer)
     trainer.train()
-    flat = torch.cat([t.flatten().float() for t in spy.weights[-1].values()])
-    both = [torch.empty_like(flat) for _ in range(2)]
-    dist.all_gather(both, flat)
     left = sorted(path.name for path in folder.iterdir())
-    return {"reductions": len(calls), "apart": float((both[0] - both[1]).abs().max()), "files": left}
+    return {"reductions": len(calls), "apart": apart(spy.weights[-1]), "files": left}
+
+
+def compiled(folder: Path) -> dict[str, Any]:
+    """Compiled in place inside of DistributedDataParallel, by scope: three updates of four micro-batches."""
+    found: dict[str, Any] = {}
+    for scope in ("whole", "regional"):
+        torch._dynamo.reset()
+        trainer, spy = trainer_for(
+            "bert-token",
+            folder / scope,
+            8,
+            options={"compile": "on", "compile_backend": "aot_eager", "compile_scope": scope},
+            per_device_train_batch_size=1,
+            gradient_accumulation_steps=4,
+            max_steps=3,
+        )
+        calls = counting_reductions(trainer)
+        trainer.train()
+        found[scope] = {
+            "gradients": spy.gradients[0],
+            "reductions": len(calls),
+            "apart": apart(spy.weights[-1]),
+            "report": next(c for c in trainer.callback_handler.callbacks if isinstance(c, AccelCallback)).report[
+                "compile"
+            ],
+        }
+    return found
 
 
 def buckets(folder: Path) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import GenerationConfig, Seq2SeqTrainer, Seq2SeqTrainingArguments
 
+from plugins.core import planner
 from plugins.hf import AccelCallback
 from tests import reference
 from tests.huggingface.heads import Rows, batch_for, model_for
@@ -282,12 +283,27 @@ def test_torch_compile_of_the_host_is_left_to_it(tmp_path):
     assert any(line.startswith("torch_compile=True") for line in found["warnings"])
 
 
-def test_case_pytorch_98102_a_short_run_stays_eager(tmp_path):
-    trainer, _ = trainer_for("bert-token", tmp_path, 4, per_device_train_batch_size=4, max_steps=20)
+def test_case_pytorch_98102_a_short_run_stays_eager_and_says_how_many_updates_pay(tmp_path, monkeypatch):
+    """At 0.1 s a micro-batch, two an update. The guess of a compile: 6 s, and 0.6 s a leaf of one block."""
+    monkeypatch.setattr(planner.Planner, "step_seconds", 0.1)
+    trainer, _ = trainer_for(
+        "bert-token",
+        tmp_path,
+        8,
+        options={"plan": "auto", "cache_dir": str(tmp_path / "cache")},
+        per_device_train_batch_size=4,
+        gradient_accumulation_steps=2,
+        max_steps=20,
+    )
+    block = trainer.model.bert.encoder.layer[0]
+    seconds = 6 + 0.6 * sum(not list(module.children()) for module in block.modules())
+    updates = 10 * seconds / 0.2  # a compile may cost a tenth of the time that is left
     trainer.train()
     facts = report(tmp_path)["compile"]
     assert (facts["decision"], facts["graphs"]) == ("eager", 0)
-    assert facts["reason"]
+    assert facts["reason"] == (
+        f"a compile of about {seconds:.0f} s pays in a run of about {updates:.0f} updates or more; 18 are left"
+    )
 
 
 @pytest.mark.slow

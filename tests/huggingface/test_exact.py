@@ -78,6 +78,7 @@ def two_ranks(tmp_path_factory):
         str(target),
         "gradients",
         "in_step",
+        "compiled",
         "buckets",
     ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "ACCELERATE_USE_CPU": "true"}
@@ -102,6 +103,17 @@ def test_ranks_stay_in_step_and_reduce_once_an_update(two_ranks):
     assert found["apart"] == 0.0
     assert found["reductions"] == 3
     assert [name for name in found["files"] if not name.startswith("accel_")] == ["checkpoint-2", "checkpoint-3"]
+
+
+@pytest.mark.parametrize("scope", ["whole", "regional"])
+def test_ranks_that_compile_have_the_eager_gradient_and_reduce_once_an_update(scope, two_ranks):
+    found = two_ranks["compiled"][scope]
+    assert found["report"]["decision"] == scope, found["report"]["reason"]
+    gradients, _, _ = right("bert-token", 8)
+    assert reference.difference(found["gradients"], gradients) <= GRADIENT
+    assert found["reductions"] == 3
+    assert found["apart"] == 0.0
+    assert 1 <= found["report"]["graphs"] <= found["report"]["budget"]
 
 
 def test_ranks_see_the_same_bucket_and_the_ragged_tail_is_exact(two_ranks):
