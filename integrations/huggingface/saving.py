@@ -64,6 +64,7 @@ class Saving:
                 "average_updates": average.updates if average is not None else 0,
                 "counts": self.session.counts(),
                 "plan": self.session.planner.plan.as_dict(),
+                "measured": self.session.planner.state == "done",
             },
             folder / checkpoints.STATE,
         )
@@ -77,7 +78,7 @@ class Saving:
             return
         state = torch.load(path, map_location="cpu", weights_only=True)
         self.session.set_counts(state["counts"])
-        self.session.planner.resume(plan(state["plan"]), self.session.updates)
+        self.session.planner.resume(plan(state["plan"]), self.session.updates, state["measured"])
         if not state["raw"]:
             return
         if self.average is not None:

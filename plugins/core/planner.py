@@ -277,13 +277,15 @@ class Planner:
 
     # -- a run's end and its going on -----------------------------------------------------------------------------
 
-    def resume(self, plan: Plan, update: int) -> None:
-        """A resumed run goes on under the plan that was in force, at its next window; nothing is tried again.
+    def resume(self, plan: Plan, update: int, measured: bool = True) -> None:
+        """A resumed run goes on under the plan that was in force, at its next window.
 
-        What the settings fix, they fix here too; a plan file fixes everything.
+        Nothing is tried again; a run that was saved before it had `measured` does so now. What the settings fix, they
+        fix here too; a plan file fixes everything.
         """
-        self.state = "done"
-        self.reason = "the plan of the run that is resumed"
+        if measured:
+            self.state = "done"
+            self.reason = "the plan of the run that is resumed"
         plan = replace(self.plan, **{name: getattr(plan, name) for name in self.open_fields})
         if plan != self.plan:
             self.given = [Switch(update, plan)]

@@ -28,6 +28,7 @@ def state_of(session: Session) -> dict[str, Any]:
         "kept_statistics": [] if window.empty else list(session.statistics._kept),
         "counts": session.counts(),
         "plan": session.planner.plan.as_dict(),
+        "measured": session.planner.state == "done",
         "random": random_state(),
     }
 
@@ -47,4 +48,5 @@ def put_back(session: Session, state: Mapping[str, Any]) -> None:
         parameters[name].grad = gradient.to(parameters[name].device)
     session.statistics._kept = [t.to(session.device) for t in state["kept_statistics"]]
     session.set_counts(state["counts"])
-    session.planner.resume(Plan.from_dict(state.get("plan", {})), session.updates)
+    plan = Plan.from_dict(state.get("plan", {}))
+    session.planner.resume(plan, session.updates, state.get("measured", True))

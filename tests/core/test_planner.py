@@ -219,6 +219,16 @@ def test_resume_keeps_the_plan(clock: Clock) -> None:
     assert same(snapshot(second.model), snapshot(whole.model))
 
 
+def test_a_run_saved_before_it_measured_measures_when_resumed(clock: Clock) -> None:
+    first, second = (Host(clock, by_name(**BOTH_WIN)) for _ in range(2))
+    state = copy.deepcopy(first.run(2, end=False).state_dict())
+    again = second.session()
+    again.load_state_dict(state)
+    second.run(UPDATES, first=2)
+    assert again.planner.plan == Plan("bf16", "channels_last")
+    assert again.planner.timings
+
+
 def test_a_resumed_run_keeps_what_its_settings_fix(clock: Clock) -> None:
     held = Host(clock, by_name()).session(precision="fp32")
     held.planner.resume(BOTH_PLAN, 5)
