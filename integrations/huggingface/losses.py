@@ -18,7 +18,7 @@ from torch import Tensor
 
 from integrations.huggingface import counting
 from integrations.huggingface.counting import SUM, Counting
-from integrations.huggingface.probing import HOST, probe, take_rows
+from integrations.huggingface.probing import HOST, LATER, probe, take_rows
 
 
 class Losses:
@@ -75,8 +75,10 @@ class Losses:
             takes = trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None
             return loss / (trainer.accelerator.num_processes if scaled and takes else 1)
 
-        found = probe(ask, batch, model)
-        if isinstance(found, Counting):
+        found = _of_first_rank(probe(ask, batch, model))
+        if found == LATER:
+            self.known = False
+        elif isinstance(found, Counting):
             self.rule = found
         elif found == HOST:
             self.host_way = True
@@ -231,6 +233,15 @@ def _own_loss(model: Any) -> bool:
 
 def _world() -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def _of_first_rank(found: Any) -> Any:
+    """Ranks measure on batches of their own, and have to follow one rule: counting is a collective."""
+    if _world() == 1:
+        return found
+    told = [found]
+    dist.broadcast_object_list(told, src=0)
+    return told[0]
 
 
 def _over_ranks(count: int, device: torch.device) -> int:

@@ -7,6 +7,7 @@ terms in its own way. Two facts can be measured: whether parts of a batch add up
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -22,9 +23,12 @@ TOLERANCE = 1e-4
 HOST = "host"
 """The loss normalises by the count that the host passes: the host's way is exact."""
 
+LATER = "later"
+"""The loss of this batch is not finite: another batch has to tell."""
+
 
 def probe(loss: Callable[[dict[str, Any], Any], Tensor], batch: Mapping[str, Any], model: Any) -> Counting | str | None:
-    """How `loss(inputs, num_items)` adds up: HOST, a counting rule, or None where nothing fits.
+    """How `loss(inputs, num_items)` adds up: HOST, a counting rule, LATER, or None where nothing fits.
 
     Runs forwards without gradients, in evaluation mode, and leaves the random state as it was.
     `num_items` is a 0-dim tensor, or None to ask for the batch's own mean.
@@ -42,6 +46,8 @@ def probe(loss: Callable[[dict[str, Any], Any], Tensor], batch: Mapping[str, Any
                     return HOST
             except Exception:
                 continue  # a loss that cannot be asked in this way is not of this kind
+            if not math.isfinite(whole):
+                return LATER
             if held:
                 continue
             for rule in candidates(batch):

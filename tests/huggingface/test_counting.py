@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from integrations.huggingface.counting import Counting, for_model, problem_type
-from integrations.huggingface.probing import HOST, probe, take_rows
+from integrations.huggingface.probing import HOST, LATER, probe, take_rows
 from tests.huggingface.heads import HEADS, batch_for, model_for
 
 
@@ -91,3 +91,8 @@ def test_probe_finds_how_a_custom_loss_adds_up(kind, found):
     answer = probe(ask, batch, model)
     assert (answer.kind if isinstance(answer, Counting) else answer) == found
     assert torch.equal(state, torch.get_rng_state())
+
+
+def test_a_loss_that_is_not_finite_tells_nothing_yet():
+    batch = batch_for("bert-token", 4, uneven=True)
+    assert probe(lambda inputs, number: torch.tensor(float("nan")), batch, model_for("bert-token")) == LATER

@@ -384,6 +384,25 @@ def test_a_loss_function_of_the_user_on_the_model(tmp_path):
     assert "hides how many terms" in report(tmp_path)["window"]["approximate_terms"][0]
 
 
+def test_a_custom_loss_that_begins_with_nan_is_measured_on_the_next_window(tmp_path):
+    calls = []
+
+    def loss(outputs, labels, num_items_in_batch=None):
+        calls.append(1)
+        found = torch.nn.functional.cross_entropy(outputs.logits, labels)
+        return found * float("nan") if len(calls) <= 6 else found
+
+    trainer, _ = trainer_for(
+        "vit-image", tmp_path, 16, per_device_train_batch_size=2, gradient_accumulation_steps=2, max_steps=4,
+        extra={"compute_loss_func": loss},
+    )  # fmt: skip
+    trainer.train()
+    window = report(tmp_path)["window"]
+    assert (window["exact"], window["approximate_terms"]) == (True, [])
+    assert window["skipped_updates"] >= 1
+    assert window["updates"] >= 1
+
+
 def test_normalise_host_is_the_host(tmp_path):
     ours, spy = trainer_for("bert-token", tmp_path, 4, options={"normalise": "host"}, **SPLIT)
     ours.train()
