@@ -43,7 +43,8 @@ class Counting:
         if self.kind == SUM:
             return samples(batch)
         if self.kind == "positions":
-            return _positions(batch)[0]
+            found = _positions(batch)
+            return found[0] if found is not None else None
         labels = batch.get("labels")
         if self.kind == "samples":
             return samples(batch)
@@ -58,7 +59,7 @@ class Counting:
     def lost(self, batch: Mapping[str, Any]) -> str | None:
         """A term that is inexact for this batch only: answers outside the input at one end but not at the other."""
         if self.kind == "positions":
-            start, end = _positions(batch)
+            start, end = _positions(batch) or (0, 0)
             return None if start == end else "question answering: answers outside the input, counted by their start"
         return None
 
@@ -72,8 +73,8 @@ def for_model(model: Any, batch: Mapping[str, Any] | None = None, smoothing: boo
         smoothing: the host's label smoother replaces the head's own loss.
     """
     model = base(model)
-    name, config = type(model).__name__, getattr(model, "config", None)
-    if config is None or not hasattr(model, "save_pretrained"):
+    name, config = _author(model), getattr(model, "config", None)
+    if config is None or not name or not hasattr(model, "save_pretrained"):
         return None
     inexact = _auxiliary(config)
     encoder_decoder = bool(getattr(config, "is_encoder_decoder", False))
@@ -84,7 +85,7 @@ def for_model(model: Any, batch: Mapping[str, Any] | None = None, smoothing: boo
         return Counting("tokens", inexact=inexact)
     if re.search(r"For(Sequence|Image|Video|Audio)Classification$", name):
         return Counting(_classification(config, batch), inexact=inexact)
-    if name.endswith("ForQuestionAnswering"):
+    if name.endswith("ForQuestionAnswering") and (batch is None or "start_positions" in batch):
         return Counting("positions", inexact=inexact)
     if name.endswith("ForSemanticSegmentation"):
         return Counting("pixels", ignore=getattr(config, "semantic_loss_ignore_index", 255), inexact=inexact)
@@ -110,7 +111,8 @@ def candidates(batch: Mapping[str, Any]) -> Sequence[Counting]:
     labels = batch.get("labels")
     tokens = isinstance(labels, Tensor) and labels.dim() > 1 and not labels.is_floating_point()
     if tokens:
-        return [Counting("tokens"), Counting("shifted tokens"), Counting("samples"), Counting(SUM)]
+        found = [Counting(kind) for kind in ("tokens", "shifted tokens", "samples", "values", SUM)]
+        return [*found, Counting("pixels", ignore=255)] if batch["labels"].dim() > 2 else found
     return [Counting("samples"), Counting(SUM)]
 
 
@@ -128,6 +130,12 @@ def base(model: Any) -> Any:
     return get() if callable(get) else model
 
 
+def _author(model: Any) -> str:
+    """The class whose forward, and hence whose loss, this is; empty where it is not one of the host's."""
+    owner = next(cls for cls in type(model).__mro__ if "forward" in vars(cls))
+    return owner.__name__ if owner.__module__.startswith("transformers.") else ""
+
+
 def _classification(config: Any, batch: Mapping[str, Any] | None) -> str:
     labels = (batch or {}).get("labels")
     if not isinstance(labels, Tensor):
@@ -136,14 +144,14 @@ def _classification(config: Any, batch: Mapping[str, Any] | None) -> str:
     return "tokens" if problem_type(config, labels) == "single_label_classification" else "values"
 
 
-def _positions(batch: Mapping[str, Any]) -> tuple[int, int]:
-    """Start and end positions inside the input [B, L]; those outside are ignored by the head."""
+def _positions(batch: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Start and end positions inside the input [B, L], where there are any; the head ignores those outside."""
     length = next(
         (int(batch[k].shape[1]) for k in ("input_ids", "inputs_embeds") if isinstance(batch.get(k), Tensor)), 0
     )
     start, end = (batch.get(name) for name in ("start_positions", "end_positions"))
     if not isinstance(start, Tensor) or not isinstance(end, Tensor):
-        return 0, 0
+        return None
     # the head clamps to [0, L] and ignores L
     return int((start < length).sum()), int((end < length).sum())
 

@@ -9,7 +9,8 @@ and gets its weight.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from integrations.huggingface import counting
 from integrations.huggingface.counting import SUM, Counting
-from integrations.huggingface.probing import HOST, LATER, probe, take_rows
+from integrations.huggingface.probing import HOST, LATER, TOLERANCE, fits, probe, take_rows
 
 
 class Losses:
@@ -36,11 +37,16 @@ class Losses:
         self.host_way = not exact
         self.known = not exact
         self.seam: Any = None
+        self._custom = False  # the rule was measured
+        self._windows = 0
         self._counts: deque[int] = deque()
-        self._window: list[Tensor] = []
+        self._count: int | None = None  # of the micro-batch at hand, and what its mean is multiplied by
+        self._weight: Tensor | float = 1.0
+        self._window: list[tuple[int, Tensor]] = []  # (micro-batch from 1, loss)
+        self._micro_batch = 0
         self._total = 0
         # evaluation: the sum over terms and the terms, since `begin_evaluation`
-        self._sum, self._terms = 0.0, 0
+        self._sum, self._terms, self._asked_for = 0.0, 0, False
 
     # -- the rule ----------------------------------------------------------------------------------------------
 
@@ -50,32 +56,37 @@ class Losses:
             return
         self.known = True
         trainer, batch = self.trainer, dict(batches[0])
-        custom = _overridden(trainer) or trainer.compute_loss_func is not None or _own_loss(trainer.model)
+        custom = _overridden(compute_loss) or trainer.compute_loss_func is not None or _own_loss(trainer.model)
         if trainer.args.n_gpu > 1:
             self._leave("DataParallel replicas: start one process a device with torchrun")
         elif not custom:
             smoothing = trainer.label_smoother is not None and "labels" in batch
-            self.rule = counting.for_model(trainer.model, batch, smoothing)
-            if self.rule is not None:
-                for term in self.rule.inexact:
+            rule = counting.for_model(trainer.model, batch, smoothing)
+            if rule is not None and (rule.inexact or self._holds(rule, batches, compute_loss)):
+                self.rule = rule
+                for term in rule.inexact:
                     self.approximate(term)
                 return
         if not self.host_way:
+            self._custom = True
             self._probe(batches, compute_loss, custom)
 
+    def check_rule(self, batches: Sequence[Any], compute_loss: Callable[..., Any]) -> None:
+        """A rule that was found by measuring may fit the first batch by chance: look again, ever more rarely."""
+        self._windows += 1
+        again = self._custom and self.rule is not None and self._windows & (self._windows - 1) == 0
+        if again and not self._holds(self.rule, batches, compute_loss):  # type: ignore[arg-type]
+            self.rule = None
+            self._leave("the loss adds up in another way than on the first batch")
+
+    def _holds(self, rule: Counting, batches: Sequence[Any], compute_loss: Callable[..., Any]) -> bool:
+        """False only where the loss was seen to add up in another way."""
+        ask, batch, model = self._asked(batches, compute_loss)
+        return _of_first_rank(fits(ask, batch, model, rule, self._tolerance(model))) is not False
+
     def _probe(self, batches: Sequence[Any], compute_loss: Callable[..., Any], custom: bool) -> None:
-        trainer = self.trainer
-        model = trainer.accelerator.unwrap_model(trainer.model)
-        batch = trainer._prepare_inputs(max((dict(b) for b in batches), key=counting.samples))
-
-        def ask(inputs: dict[str, Any], number: Any) -> Tensor:
-            # the host multiplies by the number of processes only where it passes a count to a loss that takes one
-            loss = compute_loss(model, inputs, num_items_in_batch=number)
-            scaled = number is not None and trainer.args.average_tokens_across_devices
-            takes = trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None
-            return loss / (trainer.accelerator.num_processes if scaled and takes else 1)
-
-        found = _of_first_rank(probe(ask, batch, model))
+        ask, batch, model = self._asked(batches, compute_loss)
+        found = _of_first_rank(probe(ask, batch, model, self._tolerance(model)))
         if found == LATER:
             self.known = False
         elif isinstance(found, Counting):
@@ -85,6 +96,28 @@ class Losses:
         else:
             what = "compute_loss" if custom else f"the loss of {type(counting.base(model)).__name__}"
             self._leave(f"{what} hides how many terms its mean has")
+
+    def _asked(self, batches: Sequence[Any], compute_loss: Callable[..., Any]) -> tuple[Any, dict[str, Any], Any]:
+        """(the loss as a function of inputs and a count, the largest micro-batch, the model)."""
+        trainer = self.trainer
+        model = trainer.accelerator.unwrap_model(trainer.model)
+        batch = trainer._prepare_inputs(_widest(batches))
+
+        def ask(inputs: dict[str, Any], number: Any) -> Tensor:
+            # the host multiplies by the number of processes only where it passes a count to a loss that takes one
+            with self.seam.validation() if self.seam is not None else nullcontext():  # no graph for the compiler
+                loss = compute_loss(model, inputs, num_items_in_batch=number)
+            scaled = number is not None and trainer.args.average_tokens_across_devices
+            takes = trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None
+            return loss / (trainer.accelerator.num_processes if scaled and takes else 1)
+
+        return ask, batch, model
+
+    def _tolerance(self, model: Any) -> float:
+        """Relative; what rounding in the run's precision may change of a loss, and a little more."""
+        mixed = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.trainer.accelerator.mixed_precision)
+        dtype = mixed or next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+        return max(TOLERANCE, 4 * torch.finfo(dtype).eps)
 
     def _leave(self, reason: str) -> None:
         self.host_way = True
@@ -100,6 +133,7 @@ class Losses:
         """Count the window. Replaces the trainer's `_get_num_items_in_batch`; returns what the host passes on."""
         self._counts.clear()
         self._window.clear()
+        self._micro_batch = 0
         if not self.weighs or self.rule is None or not batches:
             return original(batches, device)
         counts = [self.rule.count(batch) for batch in batches]
@@ -115,34 +149,45 @@ class Losses:
             self.seam.window.announce(self._total, _world())
         return None
 
+    @contextmanager
+    def micro_batch(self) -> Iterator[None]:
+        """Around a training step, which may ask for the loss more than once (adversarial training)."""
+        self._micro_batch += 1
+        if self.weighs and self._counts and self.rule is not None:
+            self._count = self._counts.popleft()
+            if self._count or self.rule.kind == SUM:
+                self._weight = float(_world()) if self.rule.kind == SUM else self.seam.mean(self._count)
+        try:
+            yield
+        finally:
+            self._count = None
+
     def training_loss(self, original: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """`compute_loss` of a micro-batch: its own mean, times its weight. Sums over the window to the true mean."""
-        if not self.weighs or not self._counts or self.rule is None:
+        if self._count is None or self.rule is None:
             return self._noted(original(model, inputs, *args, **kwargs))
-        count = self._counts.popleft()
         kwargs["num_items_in_batch"] = None
-        if not count and self.rule.kind != SUM:
+        if not self._count and self.rule.kind != SUM:
             return self._noted(_no_terms(original, model, inputs, kwargs))
         found = original(model, inputs, *args, **kwargs)
         loss = found[0] if isinstance(found, tuple) else found
-        weight = float(_world()) if self.rule.kind == SUM else self.seam.mean(count)
-        if weight != 1.0:
-            loss = loss * weight
+        if not isinstance(self._weight, float) or self._weight != 1.0:
+            loss = loss * self._weight
         self._noted(loss)
         return (loss, *found[1:]) if isinstance(found, tuple) else loss
 
     def _noted(self, found: Any) -> Any:
-        self._window.append((found[0] if isinstance(found, tuple) else found).detach())
+        self._window.append((self._micro_batch, (found[0] if isinstance(found, tuple) else found).detach()))
         return found
 
     def not_finite(self) -> list[int]:
         """Micro-batches of this window, counted from 1, whose loss was NaN or infinite."""
-        return [i + 1 for i, loss in enumerate(self._window) if not bool(torch.isfinite(loss).all())]
+        return sorted({number for number, loss in self._window if not bool(torch.isfinite(loss).all())})
 
     # -- evaluation --------------------------------------------------------------------------------------------
 
     def begin_evaluation(self) -> None:
-        self._sum, self._terms = 0.0, 0
+        self._sum, self._terms, self._asked_for = 0.0, 0, False
 
     def evaluation_count(self, original: Callable[..., Any], batches: list[Any], device: torch.device) -> Any:
         """No count in evaluation: every batch gives its own mean, which is weighed afterwards."""
@@ -182,6 +227,7 @@ class Losses:
                     loss = compute_loss(model, part, num_items_in_batch=None).detach().mean()
             batch = take_rows(batch, 0, valid)
         count = self.rule.count(batch) if valid else 0
+        self._asked_for = True
         if not count:
             return torch.zeros_like(loss)
         value = float(loss)
@@ -196,34 +242,43 @@ class Losses:
         return max(0, min(rows, state.remainder - self.trainer.args.process_index * rows))
 
     def evaluation_mean(self, device: torch.device) -> float | None:
-        """The true mean over all terms of all ranks; None where the host's figure stands."""
-        if not self.weighs:
+        """The true mean over all terms of all ranks, NaN over none; None where the host's figure stands."""
+        if not self.weighs or not self._asked_for:
             return None
         both = torch.tensor([self._sum, float(self._terms)], dtype=torch.float64, device=device)
         if _world() > 1:
             dist.all_reduce(both)
-        return float(both[0] / both[1]) if both[1] else None
+        return float(both[0] / both[1])
 
 
 def _no_terms(compute: Callable[..., Any], model: Any, inputs: Any, kwargs: dict[str, Any]) -> Tensor:
     """A loss of zero that reaches the same parameters: a mean over no term at all would be NaN."""
-    kwargs = {k: v for k, v in kwargs.items() if k != "return_outputs"}
-    _, outputs = compute(model, inputs, return_outputs=True, **kwargs)
+    found = compute(model, inputs, **{**kwargs, "return_outputs": True})
+    if not isinstance(found, tuple):  # a compute_loss that never gives its outputs
+        touched = [parameter.sum() * 0.0 for parameter in model.parameters() if parameter.requires_grad]
+        return sum(touched, torch.zeros((), device=found.device))
+    outputs = found[1]
     values = outputs.values() if isinstance(outputs, counting.Mapping) else outputs
-    logits = [
-        v for k, v in zip(getattr(outputs, "keys", lambda: range(len(values)))(), values, strict=False) if k != "loss"
-    ]
-    parts = [
-        v.float().sum() * 0.0 for v in logits if isinstance(v, Tensor) and v.is_floating_point() and v.requires_grad
-    ]
-    return sum(parts, torch.zeros((), device=parts[0].device))
+    logits = [v for v in values if isinstance(v, Tensor) and v.dim() and v.is_floating_point() and v.requires_grad]
+    return sum((v.float().sum() * 0.0 for v in logits), torch.zeros((), device=found[0].device))
 
 
-def _overridden(trainer: Any) -> bool:
-    """True where a subclass brings its own compute_loss."""
+def _widest(batches: Sequence[Any]) -> dict[str, Any]:
+    """The micro-batch of most samples; of single samples two together, where they have one shape."""
+    widest = max((dict(batch) for batch in batches), key=counting.samples)
+    if counting.samples(widest) > 1 or len(batches) < 2:
+        return widest
+    try:
+        return {name: torch.cat([batch[name] for batch in batches[:2]]) for name in widest}
+    except (TypeError, RuntimeError, KeyError):
+        return widest
+
+
+def _overridden(compute_loss: Any) -> bool:
+    """True where a subclass, or the user on this very trainer, brings a compute_loss."""
     from transformers import Trainer
 
-    return type(trainer).compute_loss is not Trainer.compute_loss
+    return getattr(compute_loss, "__func__", None) is not Trainer.compute_loss
 
 
 def _own_loss(model: Any) -> bool:

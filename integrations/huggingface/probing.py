@@ -15,7 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from integrations.huggingface.counting import SUM, Counting, candidates, samples
+from integrations.huggingface.counting import IGNORED, SUM, Counting, candidates, samples
+
+Ask = Callable[[dict[str, Any], Any], Tensor]
 
 TOLERANCE = 1e-4
 """Relative; a loss of fp32 sums differs by less, a wrong rule by far more."""
@@ -27,7 +29,7 @@ LATER = "later"
 """The loss of this batch is not finite: another batch has to tell."""
 
 
-def probe(loss: Callable[[dict[str, Any], Any], Tensor], batch: Mapping[str, Any], model: Any) -> Counting | str | None:
+def probe(loss: Ask, batch: Mapping[str, Any], model: Any, tolerance: float = TOLERANCE) -> Counting | str | None:
     """How `loss(inputs, num_items)` adds up: HOST, a counting rule, LATER, or None where nothing fits.
 
     Runs forwards without gradients, in evaluation mode, and leaves the random state as it was.
@@ -36,27 +38,79 @@ def probe(loss: Callable[[dict[str, Any], Any], Tensor], batch: Mapping[str, Any
     size = samples(batch)
     if size < 2:
         return None
-    first, rest = take_rows(batch, 0, 1), take_rows(batch, 1, size)
     with _quietly(model), torch.no_grad():
         for held in (True, False):
             number = torch.tensor(float(size)) if held else None
-            try:
-                whole, one, other = (float(loss(dict(part), number)) for part in (batch, first, rest))
-                if held and _same(one + other, whole) and not _same(whole, float(loss(dict(batch), number * 2))):  # type: ignore[operator]
-                    return HOST
-            except Exception:
-                continue  # a loss that cannot be asked in this way is not of this kind
-            if not math.isfinite(whole):
-                return LATER
-            if held:
-                continue
-            for rule in candidates(batch):
-                a, b = rule.count(first), rule.count(rest)
-                if a is None or b is None or a + b == 0:
-                    continue
-                if _same(one + other if rule.kind == SUM else (a * one + b * other) / (a + b), whole):
-                    return rule
+            for told in (telling(batch, model), batch):
+                first, rest = take_rows(told, 0, 1), take_rows(told, 1, size)
+                try:
+                    whole, one, other = (float(loss(dict(part), number)) for part in (told, first, rest))
+                    if held and _same(one + other, whole, tolerance):
+                        doubled = float(loss(dict(told), torch.tensor(2.0 * size)))
+                        if not _same(whole, doubled, tolerance):
+                            return HOST
+                except Exception:
+                    continue  # a loss that cannot be asked in this way is not of this kind
+                if not math.isfinite(whole):
+                    return LATER
+                if held:
+                    break
+                fitting = [(rule, _error(rule, (first, rest), (one, other), whole)) for rule in candidates(told)]
+                best = min(fitting, key=lambda found: found[1])
+                return best[0] if best[1] <= tolerance else None
     return None
+
+
+def fits(loss: Ask, batch: Mapping[str, Any], model: Any, rule: Counting, tolerance: float = TOLERANCE) -> bool | None:
+    """Whether `rule` is how the loss of two telling rows adds up; None where it cannot be asked.
+
+    For a head that is known by its name: two forwards of a row and one of two.
+    """
+    size = samples(batch)
+    if size < 2:
+        return None
+    told = telling(take_rows(batch, 0, 2), model)
+    parts = take_rows(told, 0, 1), take_rows(told, 1, 2)
+    with _quietly(model), torch.no_grad():
+        try:
+            whole, one, other = (float(loss(dict(part), None)) for part in (told, *parts))
+        except Exception:
+            return None
+    if not math.isfinite(whole):
+        return None
+    error = _error(rule, parts, (one, other), whole)
+    return None if math.isnan(error) else error <= tolerance
+
+
+def _error(rule: Counting, parts: tuple[Any, Any], means: tuple[float, float], whole: float) -> float:
+    """Relative distance of the whole's loss from what the rule makes of its parts'; infinite where it cannot count."""
+    counts = [rule.count(part) for part in parts]
+    if any(count is None for count in counts) or not sum(count or 0 for count in counts):
+        return math.inf
+    if rule.kind == SUM:
+        made = sum(means)
+    else:
+        made = sum(n * mean for n, mean in zip(counts, means, strict=True) if n) / sum(n or 0 for n in counts)  # type: ignore[operator]
+    return abs(made - whole) / max(abs(made), abs(whole), 1e-12)
+
+
+def telling(batch: Mapping[str, Any], model: Any) -> dict[str, Any]:
+    """The batch with the first row's labels changed, so that rules which count differently differ in their result.
+
+    Of labels along a sequence or a picture, [B, L] or [B, H, W], the first row keeps an eighth, the first label
+    included. Where all rows have one class, [B], the first gets another.
+    """
+    labels, config = batch.get("labels"), getattr(model, "config", None)
+    classes = int(getattr(config, "num_labels", 1))
+    if not isinstance(labels, Tensor) or labels.is_floating_point() or not labels.dim():
+        return dict(batch)
+    labels = labels.clone()
+    if labels.dim() > 1 and labels.shape[1] > 1:
+        ignore = int(getattr(config, "semantic_loss_ignore_index", 255)) if labels.dim() == 3 else IGNORED
+        labels[0, max(2, labels.shape[1] // 8) :] = ignore
+    elif labels.dim() == 1 and len(labels.unique()) == 1 and classes > 1:
+        labels[0] = (labels[0] + 1) % classes
+    return {**batch, "labels": labels}
 
 
 def take_rows(batch: Mapping[str, Any], start: int, stop: int) -> dict[str, Any]:
@@ -68,8 +122,8 @@ def take_rows(batch: Mapping[str, Any], start: int, stop: int) -> dict[str, Any]
     }
 
 
-def _same(a: float, b: float) -> bool:
-    return abs(a - b) <= TOLERANCE * max(abs(a), abs(b), 1e-12)
+def _same(a: float, b: float, tolerance: float) -> bool:
+    return abs(a - b) <= tolerance * max(abs(a), abs(b), 1e-12)
 
 
 @contextmanager

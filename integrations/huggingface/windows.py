@@ -51,6 +51,8 @@ class Windows:
         if not losses.known and batches:
             self._set_problem_type(batches[0])
             losses.find_rule(batches, self.layout.compute_loss)
+        if batches:
+            losses.check_rule(batches, self.layout.compute_loss)
         found = losses.begin_window(original, batches, device)
         # the host divides a loss by K unless it is told that it is scaled already
         self.trainer.loss_is_scaled_for_ga = True if losses.weighs else self.host_scaled
@@ -73,7 +75,8 @@ class Windows:
             session.shape(main.shape, _padding(inputs.get("attention_mask")))
         if first:
             self._plan(model, inputs, main)
-        loss = original(model, inputs, *args, **kwargs)
+        with self.losses.micro_batch():
+            loss = original(model, inputs, *args, **kwargs)
         self._left -= 1
         if self._left:
             session.idle()
