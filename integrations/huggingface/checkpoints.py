@@ -21,6 +21,7 @@ REPLACED = ".replaced-"
 STATE = "accel_state.pt"
 TRAINER_STATE = "trainer_state.json"
 _NAME = re.compile(r"^checkpoint-(\d+)$")
+_SAVED = ("optimizer.pt", "scheduler.pt", "scaler.pt", "rng_state*.pth", STATE)  # not a user's own files
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin", "adapter_model.safetensors", "adapter_model.bin")
 
 
@@ -55,7 +56,8 @@ def problems(folder: Path) -> list[str]:
         if path.suffix == ".safetensors" and not _safetensors_complete(path):
             found.append(f"{path.name} is cut off")
     # torch.save writes a zip file, whose directory is its last part
-    found += [f"{path.name} is cut off" for path in folder.glob("*.pt*") if not zipfile.is_zipfile(path)]
+    saved = [path for pattern in _SAVED for path in folder.glob(pattern)]
+    found += [f"{path.name} is cut off" for path in saved if not zipfile.is_zipfile(path)]
     return found
 
 

@@ -34,6 +34,9 @@ class Saving:
         state, main = trainer.state, trainer.args.should_save
         run = Path(trainer._get_output_dir(trial=trial))
         final = run / f"checkpoint-{state.global_step}"
+        if not _is_hosts(original):
+            self._beside_the_users(original, final, model, trial)
+            return
         pushed: list[Any] = []
         with checkpoints.unfinished(final, main, trainer.accelerator.wait_for_everyone) as temporary:
             scoped = Held(trainer)
@@ -55,6 +58,14 @@ class Saving:
             trainer._push_from_checkpoint(str(final))
         if main:
             _rotate(trainer, run)
+
+    def _beside_the_users(self, original: Callable[..., Any], final: Path, model: Any, trial: Any) -> None:
+        """A `_save_checkpoint` of the user's writes where and what it wants; ours is added to its folder."""
+        self.session.warn("_save_checkpoint is your own: checkpoints are written in place, as it writes them")
+        original(model, trial)
+        if self.trainer.args.should_save and final.is_dir():
+            self._write_state(final)
+            self.session.report.checkpoints.append(final.name)
 
     def _write_state(self, folder: Path) -> None:
         average = self.average
@@ -90,6 +101,12 @@ class Saving:
         with torch.no_grad():
             for name, tensor in state["raw"].items():
                 live[name].copy_(tensor)
+
+
+def _is_hosts(save_checkpoint: Any) -> bool:
+    from transformers import Trainer
+
+    return getattr(save_checkpoint, "__func__", None) is Trainer._save_checkpoint
 
 
 def _rotate(trainer: Any, run: Path) -> None:

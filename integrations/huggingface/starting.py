@@ -77,7 +77,7 @@ class Starting:
         wanted = trainer.args.train_batch_size * trainer.args.gradient_accumulation_steps
         allowed = min(micro_batch, self._failed_batch - 1) if self._failed_batch else micro_batch
         if allowed < 1:
-            return 0  # the host says that no batch size fits
+            raise RuntimeError("No executable batch size found, reached zero.")  # the host's own words
         size, accumulate = arguments.same_effective_batch(wanted, allowed)
         if size != trainer.args.train_batch_size:
             self.say(

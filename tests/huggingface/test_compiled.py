@@ -370,7 +370,9 @@ def test_precision_from_the_settings(tmp_path):
     trainer, _ = trainer_for(
         "bert-token", tmp_path, 4, options={"precision": "bf16"}, per_device_train_batch_size=4, max_steps=1
     )
-    trainer.model.bert.encoder.layer[0].output.dense.register_forward_hook(lambda m, i, o: seen.append(o.dtype))
+    trainer.model.bert.encoder.layer[0].output.dense.register_forward_hook(
+        lambda m, i, o: seen.append(o.dtype) if m.training else None
+    )
     trainer.train()
     assert seen == [torch.bfloat16]
     assert report(tmp_path)["speed"]["precision"] == "bf16"
@@ -389,7 +391,9 @@ def test_channels_last_from_the_settings(tmp_path):
     )
     seen = []
     first = next(m for m in trainer.model.modules() if isinstance(m, torch.nn.Conv2d))
-    first.register_forward_hook(lambda m, i, o: seen.append(o.is_contiguous(memory_format=torch.channels_last)))
+    first.register_forward_hook(
+        lambda m, i, o: seen.append(o.is_contiguous(memory_format=torch.channels_last)) if m.training else None
+    )
     trainer.train()
     assert all(seen)
     assert len(seen) == 2

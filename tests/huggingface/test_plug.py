@@ -307,6 +307,17 @@ def test_out_of_memory_keeps_the_effective_batch(tmp_path):
     assert trainer.args.gradient_accumulation_steps == 2
 
 
+def test_where_no_batch_fits_the_host_s_own_words_are_said(tmp_path):
+    class Never(Trainer):
+        def training_step(self, *args, **kwargs):
+            raise RuntimeError("CUDA out of memory. Tried to allocate")
+
+    trainer, _ = trainer_for("bert-token", tmp_path, 4, kind=Never, max_steps=1, auto_find_batch_size=True,
+                             per_device_train_batch_size=2)  # fmt: skip
+    with pytest.raises(RuntimeError, match="No executable batch size found, reached zero"):
+        trainer.train()
+
+
 # -- settings against arguments --
 
 

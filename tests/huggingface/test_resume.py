@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import Trainer
 
 from integrations.huggingface import checkpoints
 from tests.huggingface.heads import batch_for, model_for
@@ -246,3 +247,36 @@ def test_a_checkpoint_is_replaced_whole(tmp_path):
     (tmp_path / ".unfinished-checkpoint-3").mkdir()
     checkpoints.sweep(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-3"]
+
+
+class WritesItself(Trainer):
+    """Keeps a folder of its own form, as the host's users do."""
+
+    def _save_checkpoint(self, model, trial):
+        folder = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
+        super()._save_checkpoint(model, trial)
+        (folder / "mine.txt").write_text("kept")
+
+
+class WritesNothing(Trainer):
+    def _save_checkpoint(self, model, trial):
+        pass
+
+
+@pytest.mark.parametrize("kind", [WritesItself, WritesNothing])
+def test_a_save_checkpoint_of_the_user_is_left_its_way(kind, tmp_path):
+    trainer, _ = trainer_for("bert-token", tmp_path, 4, kind=kind, max_steps=2, save_strategy="steps", save_steps=1)
+    trainer.train()
+    folders = sorted(path.name for path in tmp_path.glob("checkpoint-*"))
+    assert folders == (["checkpoint-1", "checkpoint-2"] if kind is WritesItself else [])
+    for name in folders:
+        assert (tmp_path / name / "mine.txt").read_text() == "kept"
+        assert (tmp_path / name / "accel_state.pt").is_file()
+    assert not list(tmp_path.glob(".unfinished-*"))
+
+
+def test_a_file_of_the_user_does_not_spoil_a_checkpoint(tmp_path):
+    trainer, _ = trainer_for("bert-token", tmp_path, 4, max_steps=1, save_strategy="steps", save_steps=1)
+    trainer.train()
+    (tmp_path / "checkpoint-1" / "notes.pt").write_text("not a zip")
+    assert checkpoints.problems(tmp_path / "checkpoint-1") == []
