@@ -25,7 +25,11 @@ class Record(BaseModel):
         try:
             return cls.model_validate_json(path.read_bytes())
         except ValidationError as error:
-            first = error.errors(include_url=False)[0]
-            where = ".".join(str(part) for part in first["loc"])
-            line = " ".join(f"{where} {first['msg'].removeprefix('Value error, ')}".split())
-            raise ValueError(line[:SHOWN]) from None
+            raise ValueError(one_line(error)) from None
+
+
+def one_line(error: ValidationError) -> str:
+    """The first mistake: which field, and what is wrong."""
+    first = error.errors(include_url=False)[0]
+    where = ".".join(str(part) for part in first["loc"])
+    return " ".join(f"{where} {first['msg'].removeprefix('Value error, ')}".split())[:SHOWN]

@@ -265,7 +265,7 @@ def test_a_second_run_compiles_from_its_first_update(
     host: Host, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     stand_in(monkeypatch, READY)
-    monkeypatch.setattr(Memory, "has_code", lambda self: True)
+    monkeypatch.setattr(Memory, "has_code", lambda self, needed: True)
     run(host, cache_dir=tmp_path / "cache")
     monkeypatch.setattr(precompile, "command", lambda: pytest.fail("no second compile"))
     again = new_host(host.clock)
