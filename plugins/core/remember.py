@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from pydantic import Field, NonNegativeInt, PositiveFloat, field_validator
@@ -69,7 +69,7 @@ class CacheError(ValueError):
 class Remembered(Record):
     """One run's plan and what it was chosen by; `code` are the compiled files that the plan needs."""
 
-    schema_: Literal[2] = Field(alias="schema")
+    schema_: int = Field(alias="schema", ge=SCHEMA, le=SCHEMA)
     key: str
     plan: AnyPlan
     tried: NonNegativeInt
