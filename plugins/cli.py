@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -43,27 +42,31 @@ def doctor() -> None:
         table.add_row(name, label)
         table.add_row("  precision=auto", "bf16" if bf16_is_fast(device) else "fp32")
         table.add_row("  compile", missing_compiler(device, "inductor") or "can compile")
-    Console().print(table)
+    _console().print(table)
 
 
 @app.command()
 def report(run: Annotated[Path, typer.Argument(help="A run's folder, or its accel_report.json.")]) -> None:
     """Print what a run did, in words and figures."""
+    from pydantic import TypeAdapter, ValidationError
+
+    from plugins.core.record import one_line
     from plugins.core.render import summary
-    from plugins.core.report import JSON_NAME
+    from plugins.core.report import JSON_NAME, Report
 
     path = run / JSON_NAME if run.is_dir() else run
     if not path.is_file():
         raise AccelError(f"run={run}: no {JSON_NAME} there; expected a run's folder or that file")
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-        words = summary(data)
-    except (ValueError, KeyError, TypeError, UnicodeDecodeError) as error:
-        raise AccelError(f"run={path}: not an accel report: {type(error).__name__} {error}") from None
-    console = Console()
-    console.print(words)
+        data = TypeAdapter(Report).validate_json(path.read_bytes()).data()
+    except OSError as error:
+        raise AccelError(f"run={path}: {error.strerror or error}") from None
+    except ValidationError as error:
+        raise AccelError(f"run={path}: not an accel report: {one_line(error)}") from None
+    console = _console()
+    console.print(summary(data))
     for warning in data["warnings"]:
-        console.print(f"[yellow]warning[/] {warning}")
+        console.print(f"warning {warning}", style="yellow")
     table = Table("part", "field", "value")
     for part in ("window", "compile", "speed", "memory", "gradients", "batchnorm", "ema"):
         for name, value in data[part].items():
@@ -73,9 +76,15 @@ def report(run: Annotated[Path, typer.Argument(help="A run's folder, or its acce
     if data["speed"]["candidates"]:
         tried = Table("plan tried", "s a step", "spread", "loss on the same batch")
         for one in data["speed"]["candidates"]:
-            figures = (one["step_seconds_median"], one["spread_seconds"], one["loss"])
-            tried.add_row(one["plan"], *(f"{n:.4g}" if n is not None else "-" for n in figures))
+            figures = (one.get(name) for name in ("step_seconds_median", "spread_seconds", "loss"))
+            shown = (f"{n:.4g}" if isinstance(n, (int, float)) else "-" for n in figures)
+            tried.add_row(str(one.get("plan", "-")), *shown)
         console.print(tried)
+
+
+def _console() -> Console:
+    """Prints words as they are: a path in brackets is no markup."""
+    return Console(markup=False, emoji=False)
 
 
 cache = typer.Typer(no_args_is_help=True, help="What earlier runs learnt: plans, and compiled code.")
@@ -89,15 +98,18 @@ def list_cache(folder: Folder = None) -> None:
     memory = _memory(folder)
     table = Table("work", "plan", "device", "torch", "parameters", "compile", "days old")
     for entry in memory.entries():
-        data, compile_ = entry.data, entry.data.get("compile", {})
-        seconds = f"cold {compile_['cold_seconds']:.1f} s" if compile_.get("cold_seconds") else "-"
+        name, age = entry.path.stem[:12], f"{entry.age_days:.1f}"
+        if (found := entry.found) is None:
+            table.add_row(name, "damaged, or of another release", "-", "-", "-", "-", age)
+            continue
+        cold = found.compile.cold_seconds
         table.add_row(
-            entry.path.stem[:12], _plan_name(data.get("plan")), str(data.get("device", "-")),
-            str(data.get("torch", "-")), f"{data.get('parameters', 0):,}", seconds, f"{entry.age_days:.1f}",
+            name, found.plan.name, found.device, found.torch, f"{found.parameters:,}",
+            f"cold {cold:.1f} s" if cold else "-", age,
         )  # fmt: skip
-    console = Console()
+    console = _console()
     console.print(table)
-    code = [path.stat().st_size for path in (memory.folder / "inductor").rglob("*") if path.is_file()]
+    code = [path.stat().st_size for path in memory.inductor.rglob("*") if path.is_file()]
     console.print(f"{memory.folder}: {table.row_count} plans, {sum(code) / 2**20:.1f} MiB of compiled code")
 
 
@@ -106,16 +118,26 @@ def prune(
     older_than: Annotated[float, typer.Option(min=0, help="Days; 0 removes everything.")] = 30.0, folder: Folder = None
 ) -> None:
     """Remove plans and compiled code that were not written for so many days."""
-    plans, code = _memory(folder).prune(older_than)
+    from plugins.core.remember import CacheError
+
+    memory = _memory(folder)
+    try:
+        plans, code = memory.prune(older_than)
+    except CacheError as error:
+        raise AccelError(f"folder={error}") from None
+    except OSError as error:
+        raise AccelError(f"folder={memory.folder}: {error.strerror or error}: {error.filename}") from None
     print(f"removed {plans} plans and {code} files of compiled code")
 
 
 @cache.command("export")
 def export_cache(target: Annotated[Path, typer.Argument(help="The .tar.gz to write.")], folder: Folder = None) -> None:
     """Pack plans and compiled code, to warm another machine of the same kind."""
+    from plugins.core.pack import export
+
     memory = _memory(folder)
     try:
-        count = memory.export(target)
+        count = export(memory, target)
     except OSError as error:
         raise AccelError(f"target={target}: {error.strerror or error}") from None
     print(f"packed {count} files into {target}")
@@ -127,11 +149,12 @@ def import_cache(
     folder: Folder = None,
 ) -> None:
     """Unpack what `accel cache export` wrote."""
+    from plugins.core.pack import load
     from plugins.core.remember import CacheError
 
     memory = _memory(folder, there=False)
     try:
-        count = memory.load(source)
+        count = load(memory, source)
     except CacheError as error:
         raise AccelError(f"source={error}") from None
     print(f"unpacked {count} files into {memory.folder}")
@@ -140,19 +163,10 @@ def import_cache(
 def _memory(folder: Path | None, there: bool = True) -> Memory:
     from plugins.core.remember import Memory, default_folder
 
-    memory = Memory(folder or default_folder(), warn=lambda text: print(f"accel: {text}", file=sys.stderr))
+    memory = Memory(folder or default_folder())
     if there and not memory.folder.is_dir():
         raise AccelError(f"folder={memory.folder}: no such folder; a run writes it, or give --folder")
     return memory
-
-
-def _plan_name(data: Any) -> str:
-    from plugins.core.plan import Plan
-
-    try:
-        return Plan.from_dict(data).name
-    except (ValueError, TypeError, AttributeError):
-        return "not readable"
 
 
 def main() -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BeforeValidator, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
 from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
 
 from plugins.errors import AccelError
@@ -51,7 +51,13 @@ def _patterns(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
+def _home(value: Any) -> Any:
+    """`~` is the user's home, as in a shell; an unknown `~user` stays as it is."""
+    return Path(os.path.expanduser(value)) if isinstance(value, Path) else value  # noqa: PTH111 - Path's own raises
+
+
 Word = BeforeValidator(_word)
+Home = AfterValidator(_home)
 PositiveInt = Annotated[int, Field(ge=1)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Decay = Annotated[float, Field(gt=0, lt=1)]
@@ -93,7 +99,7 @@ class AccelConfig(BaseSettings):
     buckets: Annotated[Literal["auto", "off"] | list[PositiveInt], BeforeValidator(_edges), NoDecode] = _field(
         "auto", "auto, off, or edges as integers of at least 1 (px or tokens)", "padding targets"
     )
-    plan: Annotated[Literal["auto", "off"] | Path, Word] = _field(
+    plan: Annotated[Literal["auto", "off"] | Path, Word, Home] = _field(
         "auto", "auto, off, or a file", "measured choice of compile, precision and memory format"
     )
     recompile_budget: PositiveInt = _field(
@@ -135,7 +141,7 @@ class AccelConfig(BaseSettings):
     nonfinite: Annotated[Literal["skip", "stop"], Word] = _field(
         "skip", "skip, stop", "a NaN or infinite gradient or loss; weights and EMA stay untouched"
     )
-    cache_dir: Annotated[Literal["auto"] | Path, Word] = _field(
+    cache_dir: Annotated[Literal["auto"] | Path, Word, Home] = _field(
         "auto", "auto, or a path", "compile cache of this project"
     )
     seed: Annotated[Literal["host"] | Annotated[int, Field(ge=0, lt=2**63)], Word] = _field(

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import errno
+import json
+import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from plugins import cli
+from plugins.core.beside import Learnt
+from plugins.core.plan import Plan
 from plugins.core.remember import Memory
 from plugins.core.report import Report
+from tests.core.remembered import entry
 
 KEY = "ab" * 32
 
@@ -34,16 +41,7 @@ def accel(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], t
 @pytest.fixture
 def memory(tmp_path: Path) -> Memory:
     made = Memory(tmp_path / "cache")
-    made.keep(
-        KEY,
-        {
-            "plan": {"precision": "bf16", "memory_format": "channels_last", "compile": "regional"},
-            "compile": {"cold_seconds": 3.25},
-            "device": "cpu",
-            "torch": "2.14.1",
-            "parameters": 3011238,
-        },
-    )
+    made.keep(KEY, entry(Plan("bf16", "channels_last", "regional"), compile=Learnt(cold_seconds=3.25).as_dict()))
     return made
 
 
@@ -73,12 +71,38 @@ def test_report_in_words_and_figures(accel, tmp_path: Path) -> None:  # type: ig
         assert "look here" in out
 
 
-@pytest.mark.parametrize("text", [None, "", "[]", "{}", '{"window": 1}', "\xff\xfe"])
-def test_a_report_that_is_none_is_one_line(accel, tmp_path: Path, text: str | None) -> None:  # type: ignore[no-untyped-def]
-    if text is not None:
+def test_report_prints_words_as_they_are(accel, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    made = Report("test", {}, warnings=["file /data/[/x]/a[1].png is damaged :smile:"])
+    made.compile.reason, made.speed.plan = "[red]", "[/bold]"
+    made.speed.candidates = [{"plan": "[/]", "loss": "text"}, {}]
+    (tmp_path / "accel_report.json").write_text(json.dumps(made.data()))
+    code, out, _ = accel("report", tmp_path)
+    assert code == 0
+    for word in ("/data/[/x]/a[1].png is damaged :smile:", "[red]", "[/bold]", "[/]"):
+        assert word in out
+
+
+REPORT = Report("test", {}).data()
+NO_REPORT: list[Any] = [
+    *(None, "", "[]", "{}", '{"window": 1}', "\xff\xfe", "[" * 100_000),
+    *({**REPORT, **wrong} for wrong in ({"warnings": None}, {"warnings": [1]}, {"compile": []}, {"window": None})),
+    *({**REPORT, "speed": {"candidates": wrong}} for wrong in (None, "x", [1])),
+    *({**REPORT, "speed": {"step_seconds_median": "a"}}, {**REPORT, "window": {"updates": "[/x]"}}),
+]
+
+
+@pytest.mark.parametrize("data", NO_REPORT, ids=lambda data: str(data)[-40:])
+def test_a_report_that_is_none_is_one_line(accel, tmp_path: Path, data: Any) -> None:  # type: ignore[no-untyped-def]
+    if data is not None:
+        text = data if isinstance(data, str) else json.dumps(data)
         (tmp_path / "accel_report.json").write_text(text, encoding="latin-1")
     code, _, error = accel("report", tmp_path)
     assert "run=" in one_line(code, error)
+
+
+def test_a_report_of_fewer_parts_is_shown(accel, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    (tmp_path / "accel_report.json").write_text(json.dumps({"host": "test", "config": {}, "speed": {}}))
+    assert accel("report", tmp_path)[0] == 0
 
 
 def test_cache_list(accel, memory: Memory) -> None:  # type: ignore[no-untyped-def]
@@ -90,19 +114,49 @@ def test_cache_list(accel, memory: Memory) -> None:  # type: ignore[no-untyped-d
         assert word in out
 
 
-def test_cache_list_survives_entries_that_are_none(accel, memory: Memory) -> None:  # type: ignore[no-untyped-def]
-    memory.keep("cd" * 32, {"plan": 7})
-    (memory.plans / "broken.json").write_text("{")
+@pytest.mark.parametrize(
+    "damage", [{"parameters": None}, {"compile": []}, {"compile": {"cold_seconds": "a"}}, {"plan": 7}]
+)
+def test_cache_list_shows_what_is_damaged_and_leaves_it(  # type: ignore[no-untyped-def]
+    accel, memory: Memory, damage: dict[str, Any]
+) -> None:
+    memory.keep("cd" * 32, {**entry(), **damage})
+    (memory.plans / f"{'ef' * 32}.json").write_text("{")
+    (memory.plans / "my.json").write_text("{")
+    before = {path: path.read_text() for path in memory.plans.iterdir()}
     code, out, error = accel("cache", "list", "--folder", memory.folder)
+    assert (code, error) == (0, "")
+    assert out.count("damaged") == 2
+    assert {path: path.read_text() for path in memory.plans.iterdir()} == before
+
+
+def test_cache_list_prints_words_as_they_are(accel, memory: Memory) -> None:  # type: ignore[no-untyped-def]
+    memory.keep("cd" * 32, entry(device="[/x]", torch="[bold]"))
+    code, out, _ = accel("cache", "list", "--folder", memory.folder)
     assert code == 0
-    assert "not readable" in out
-    assert "damaged" in error
+    assert "[/x]" in out
+    assert "[bold]" in out
 
 
 def test_cache_prune(accel, memory: Memory) -> None:  # type: ignore[no-untyped-def]
     assert accel("cache", "prune", "--folder", memory.folder)[1].startswith("removed 0 plans")
     assert accel("cache", "prune", "--older-than", 0, "--folder", memory.folder)[1].startswith("removed 1 plans")
     assert list(memory.entries()) == []
+
+
+def test_prune_that_may_not_or_cannot_is_one_line(  # type: ignore[no-untyped-def]
+    accel, memory: Memory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "other").mkdir()
+    code, _, error = accel("cache", "prune", "--older-than", 0, "--folder", tmp_path / "other")
+    assert "no cache of accel" in one_line(code, error)
+
+    def fail(path: Path, missing_ok: bool = False) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    monkeypatch.setattr(Path, "unlink", fail)
+    code, _, error = accel("cache", "prune", "--older-than", 0, "--folder", memory.folder)
+    assert "Permission denied" in one_line(code, error)
 
 
 def test_cache_export_and_import_into_the_projects_own_folder(accel, memory: Memory, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]

@@ -260,3 +260,10 @@ def test_a_file_that_cannot_be_read_is_one_line(tmp_path: Path, monkeypatch: pyt
 def test_errors_are_one_line_whatever_goes_in() -> None:
     assert str(AccelError("a\n  b\tc")) == "a b c"
     assert "\n" not in refusal(compile="on\noff")
+
+
+def test_a_path_from_the_home_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    made = AccelConfig(cache_dir="~/cache", plan="~/plan.json")
+    assert (made.cache_dir, made.plan) == (tmp_path / "cache", tmp_path / "plan.json")
+    assert AccelConfig(cache_dir="~nobody-of-this-name/x").cache_dir == Path("~nobody-of-this-name/x")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
@@ -55,15 +55,6 @@ class Learnt:
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Learnt:
-        """Raises TypeError or ValueError on what `as_dict` did not write."""
-        known = cls(**data)
-        for name, value in asdict(known).items():
-            if name != "reason" and not (name == "fusable" and value is None):
-                setattr(known, name, type(getattr(cls, name) or 0.0)(value))
-        return known
 
 
 def has_spare_core(device: torch.device) -> bool:

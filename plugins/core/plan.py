@@ -54,7 +54,9 @@ class Plan:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Plan:
-        """Raises ValueError on an unknown field or value."""
+        """Raises ValueError on what is no mapping, and on an unknown field or value."""
+        if not isinstance(data, Mapping):
+            raise ValueError(f"{data!r} is no plan: expected its fields")
         allowed = {
             "precision": ("host", "fp32", "bf16", "fp16"),
             "memory_format": ("host", "channels_last"),

@@ -6,14 +6,17 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 import torch
 import torch.distributed as dist
+from pydantic import Field, NonNegativeInt
 
 from plugins.config import AccelConfig
 from plugins.core.checkpoint import write_atomically
 from plugins.core.plan import Plan
 from plugins.core.precision import resolve
+from plugins.core.record import AnyPlan, Record
 
 PLAN_NAME = "accel_plan.json"
 
@@ -28,6 +31,17 @@ class Switch:
 
     update: int
     plan: Plan
+
+
+class _GivenSwitch(Record):
+    update: NonNegativeInt
+    plan: AnyPlan
+
+
+class _PlanFile(Record):
+    schema_: Literal[1] = Field(1, alias="schema")
+    start: AnyPlan
+    switches: list[_GivenSwitch]
 
 
 @dataclass(frozen=True)
@@ -69,13 +83,12 @@ def read_switches(path: Path) -> list[Switch]:
         PlanError
     """
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-        switches = [Switch(int(s["update"]), Plan.from_dict(s["plan"])) for s in data["switches"]]
-        start = Plan.from_dict(data["start"])
+        given = _PlanFile.read(path)
     except OSError as error:
         raise PlanError(f"plan={path}: {error.strerror or error}; expected a plan file that a run wrote") from None
-    except (ValueError, KeyError, TypeError) as error:
+    except ValueError as error:
         raise PlanError(f"plan={path}: not a plan file: {error}") from None
+    start, switches = given.start, [Switch(s.update, s.plan) for s in given.switches]
     first = [Switch(0, start)] if start != Plan() and not any(s.update == 0 for s in switches) else []
     return sorted([*first, *switches], key=lambda s: s.update)
 

@@ -66,6 +66,7 @@ class Planner:
         self._plain: deque[float] = deque(maxlen=16)
         self._steps = 0
         self._key = ""
+        self._recalled_step = 0.0  # seconds
 
     # -- the run's own steps --------------------------------------------------------------------------------------
 
@@ -155,26 +156,24 @@ class Planner:
 
     def _recall(self, moment: Moment) -> None:
         """Start with what an earlier run of the same work learnt, as far as it went."""
-        found = self.memory.find(self._key) if self.memory is not None else None
+        if self.memory is None:
+            return
+        self.memory.writable()  # a folder that is not says so now, not when the run has nothing left to learn
+        found = self.memory.find(self._key, self._offered())
         if found is None:
             return
-        try:
-            plan, learnt = Plan.from_dict(found["plan"]), Learnt.from_dict(found["compile"])
-            tried, step = int(found["tried"]), float(found["step_seconds"])
-        except (ValueError, TypeError, KeyError) as error:
-            self.owner.warn(f"cache entry {self._key[:12]}: not usable ({error}); measuring anew")
-            return
+        plan, learnt, tried, step = found.plan, found.compile, found.tried, found.step_seconds
         if len(planning.affordable(self._layouts, step, moment.left)) > tried:
             return  # this run is longer, and can try more
-        if plan.compile != "eager" and not (self.memory and self.memory.has_code()):
-            plan, learnt.settled = replace(plan, compile="eager"), False  # the code went away: compile it again, beside
+        if plan.compile != "eager" and not self.memory.has_code(found.code):
+            plan, learnt.settled = replace(plan, compile="eager"), False  # code went away: compile it again, beside
         elif plan.compile != "eager" and learnt.saved_seconds * moment.left < learnt.warm_seconds:
             plan = replace(plan, compile="eager")
             learnt.reason = f"even from a warm cache, {learnt.warm_seconds:.1f} s, compile cannot be won back"
         elif plan.compile != "eager":
             saved = learnt.saved_seconds
             self.beside.break_even = planning.break_even(learnt.warm_seconds, saved, 0.0, moment.update, moment.size)
-        self.beside.learnt, self._tried, self._layout_known = learnt, tried, True
+        self.beside.learnt, self._tried, self._layout_known, self._recalled_step = learnt, tried, True, step
         self.reason = "remembered from an earlier run"
         if learnt.settled or "compile" not in self.open_fields:
             self.state = "done"
@@ -182,22 +181,36 @@ class Planner:
 
     def _remember(self) -> None:
         """Only what was measured is remembered: a run too short to measure has learnt nothing."""
-        learnt = self.beside.learnt
-        if self.memory is None or not (self.timings or learnt.settled or learnt.fusable or learnt.given_up_seconds):
+        learnt, step = self.beside.learnt, self.step_seconds or self._recalled_step
+        if (
+            self.memory is None
+            or not step
+            or not (self.timings or learnt.settled or learnt.fusable or learnt.given_up_seconds)
+        ):
             return
         self.memory.keep(
             self._key,
             {
                 "plan": self.plan.as_dict(),
                 "tried": self._tried,
-                "step_seconds": self.step_seconds,
+                "step_seconds": step,
                 "compile": learnt.as_dict(),
+                "code": self.memory.code() if self.plan.compile != "eager" else [],
                 "candidates": [timing.as_dict() for timing in self.timings],
                 "device": self.device.type,
                 "torch": str(torch.__version__),
                 "parameters": sum(p.numel() for p in self.model.parameters()),
             },
         )
+
+    def _offered(self) -> set[Plan]:
+        """Every plan that this run could come to by itself, on this device."""
+        offered = {self.start, *self._layouts}
+        if "compile" in self.open_fields:
+            modules, scope = self.compilation.modules()
+            able = [p for p in offered if not planning.cannot_gain(modules, self.device, p.precision)]
+            offered.update(replace(plan, compile=scope) for plan in able)
+        return offered
 
     def _bounded(self, shape: Iterable[int]) -> tuple[int, ...]:
         """The shape with 0 for the dimensions that vary from batch to batch."""

@@ -7,26 +7,35 @@ costs the memory of this run and nothing else.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import io
 import json
 import os
-import tarfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import Field, NonNegativeInt, PositiveFloat, field_validator
 from torch import nn
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
+from plugins.core.beside import Learnt
 from plugins.core.checkpoint import write_atomically
+from plugins.core.plan import Plan
+from plugins.core.precision import bf16_is_fast
+from plugins.core.record import AnyPlan, Record
 
-SCHEMA = 1
+SCHEMA = 2
 INDUCTOR = "TORCHINDUCTOR_CACHE_DIR"
+MARKER = ".accel-plugins-cache"  # in a folder that was made for this alone
+ENTRIES = "[0-9a-f]" * 64 + ".json"  # other files in `plans` are the user's own
+CODE = (
+    "fxgraph/*/*/*",
+    "aotautograd/*/*",
+    "*/*.so",
+)  # the graphs, and what they load; all else is made of these, or not needed again
 
 
 def default_folder() -> Path:
@@ -38,13 +47,15 @@ def default_folder() -> Path:
 
 def fingerprint(model: nn.Module, shape: tuple[int, ...], device: torch.device, settings: Any) -> str:
     """Model structure, input shape, device, threads, versions, and the settings that bear on the plan."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    # Two CPUs of one name may differ in what they are fast at, and a home folder may be shared between them.
+    cuda = device.type == "cuda"
+    name = torch.cuda.get_device_name(device) if cuda else torch.backends.cpu.get_cpu_capability()
     parts: list[Any] = [
         SCHEMA,
         [(n, tuple(p.shape), str(p.dtype), p.requires_grad) for n, p in model.named_parameters()],
         [type(m).__qualname__ for m in model.modules()],
         shape,
-        [device.type, name, torch.get_num_threads()],
+        [device.type, name, bf16_is_fast(device), torch.get_num_threads()],
         [torch.__version__, torch.version.cuda],
         settings,
     ]
@@ -52,15 +63,38 @@ def fingerprint(model: nn.Module, shape: tuple[int, ...], device: torch.device, 
 
 
 class CacheError(ValueError):
-    """A pack that is none or not safe; the message is one line that names it."""
+    """A folder or a pack that is none of ours; the message is one line that names it."""
+
+
+class Remembered(Record):
+    """One run's plan and what it was chosen by; `code` are the compiled files that the plan needs."""
+
+    schema_: int = Field(alias="schema", ge=SCHEMA, le=SCHEMA)
+    key: str
+    plan: AnyPlan
+    tried: NonNegativeInt
+    step_seconds: PositiveFloat
+    compile: Learnt
+    code: list[str]
+    device: str
+    torch: str
+    parameters: NonNegativeInt
+
+    @field_validator("compile")
+    @classmethod
+    def _no_less_than_nothing(cls, learnt: Learnt) -> Learnt:
+        for name, value in learnt.as_dict().items():
+            if isinstance(value, float) and value < 0:
+                raise ValueError(f"{name}={value}: less than 0")
+        return learnt
 
 
 @dataclass
 class Entry:
-    """One remembered plan, for `accel cache list`."""
+    """One remembered plan, for `accel cache list`; `found` is None where it cannot be read."""
 
     path: Path
-    data: dict[str, Any]
+    found: Remembered | None
 
     @property
     def age_days(self) -> float:
@@ -68,7 +102,7 @@ class Entry:
 
 
 def age_days(path: Path) -> float:
-    return (time.time() - path.stat().st_mtime) / 86400
+    return (time.time() - path.lstat().st_mtime) / 86400
 
 
 def _older(paths: Iterable[Path], days: float) -> list[Path]:
@@ -78,105 +112,123 @@ def _older(paths: Iterable[Path], days: float) -> list[Path]:
 class Memory:
     """The plans of one cache folder. `warn` is told, once each, what could not be read or written."""
 
+    for_compiler: str | None = None  # what this process set for the compiler: another run may set it anew
+
     def __init__(self, folder: Path, warn: Callable[[str], None] = lambda text: None) -> None:
         self.folder, self.warn = Path(folder), warn
-        self.plans = self.folder / "plans"
+        self.plans, self.inductor = self.folder / "plans", self.folder / "inductor"
+        self._told = False
+
+    # -- a run's own ----------------------------------------------------------------------------------------------
 
     def use_for_compiler(self) -> None:
         """Keep the compiler's cache here too, unless the user set a folder; before the first compile."""
         # torch itself sets the variable, to its default, when it first asks for its cache.
-        if os.environ.get(INDUCTOR) in (None, os.path.abspath(default_cache_dir())) and self._writable():  # noqa: PTH100
-            os.environ[INDUCTOR] = str(self.folder.absolute() / "inductor")
+        ours = (None, os.path.abspath(default_cache_dir()), Memory.for_compiler)  # noqa: PTH100
+        if os.environ.get(INDUCTOR) in ours:
+            os.environ.pop(INDUCTOR, None)
+            if self.writable():
+                os.environ[INDUCTOR] = Memory.for_compiler = str(self.inductor.absolute())
 
-    def has_code(self) -> bool:
-        """Whether the compiler's cache holds anything."""
-        folder = Path(os.environ.get(INDUCTOR) or self.folder / "inductor")
-        return any(folder.glob("fxgraph/*/*"))
+    def code(self) -> list[str]:
+        """The compiled files that are here now: what a compiled plan needs, of this run or of others."""
+        folder = Path(os.environ.get(INDUCTOR) or self.inductor)
+        return sorted(path.relative_to(folder).as_posix() for pattern in CODE for path in folder.glob(pattern))
 
-    def find(self, key: str) -> dict[str, Any] | None:
-        path = self._path(key)
+    def has_code(self, needed: Collection[str]) -> bool:
+        """Whether all of it is still here: a plan with a part of its code would compile in the run, unbounded."""
+        return bool(needed) and set(needed) <= set(self.code())
+
+    def find(self, key: str, offered: Collection[Plan]) -> Remembered | None:
+        """What was kept of this work, if its plan is among those that this run could choose."""
+        path = self.plans / f"{key}.json"
         try:
-            text = path.read_text(encoding="utf-8")
+            found = Remembered.read(path)
+            if found.key != key:
+                raise ValueError("it holds another entry")
+            if found.plan not in offered:
+                raise ValueError(f"its plan, {found.plan.name}, is none for this run")
         except (FileNotFoundError, NotADirectoryError):
             return None
-        except (OSError, UnicodeDecodeError) as error:
+        except (OSError, ValueError) as error:
             self._discard(path, error)
             return None
-        try:
-            data = json.loads(text)
-            if data["schema"] != SCHEMA:
-                return None  # of another release
-            if data["key"] != key:
-                raise ValueError("it holds another entry")
-        except (ValueError, KeyError, TypeError) as error:
-            self._discard(path, error)
-            return None
-        return dict(data)
+        return found
 
     def keep(self, key: str, data: dict[str, Any]) -> None:
         text = json.dumps({"schema": SCHEMA, "key": key, **data}, indent=1)
         try:
-            self.plans.mkdir(parents=True, exist_ok=True)
-            write_atomically(self._path(key), lambda file: file.write(text.encode()))
+            self.make()
+            self.plans.mkdir(exist_ok=True)
+            write_atomically(self.plans / f"{key}.json", lambda file: file.write(text.encode()))
         except OSError as error:
-            self.warn(f"cache folder {self.folder}: {error.strerror or error}; what this run learnt is not remembered")
+            self._tell(error.strerror or str(error))
+
+    def make(self) -> None:
+        """Make the folder, and mark one that was made for this: only such a one is ever cleared of code."""
+        new = not self.folder.is_dir() or not any(self.folder.iterdir())
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if new:
+            (self.folder / MARKER).touch()
+
+    def writable(self) -> bool:
+        """Whether this run can remember; if not, that is said once."""
+        try:
+            self.make()
+        except OSError as error:
+            self._tell(error.strerror or str(error))
+            return False
+        if not os.access(self.folder, os.W_OK):
+            self._tell("not writable")
+            return False
+        return True
+
+    # -- the folder as a whole ------------------------------------------------------------------------------------
 
     def entries(self) -> Iterator[Entry]:
-        for path in sorted(self.plans.glob("*.json")) if self.plans.is_dir() else ():
-            data = self.find(path.stem)
-            if data is not None:
-                yield Entry(path, data)
+        """Every entry. To look is not to touch: a damaged one stays where it is."""
+        for path in sorted(self.plans.glob(ENTRIES)):
+            try:
+                found = Remembered.read(path)
+            except (OSError, ValueError):
+                yield Entry(path, None)
+            else:
+                yield Entry(path, found if found.key == path.stem else None)
+
+    def files(self) -> Iterator[Path]:
+        """Plans and compiled code; nothing else that lies in the folder."""
+        yield from (path for path in sorted(self.plans.glob(ENTRIES)) if path.is_file())
+        for path in sorted(self.inductor.rglob("*")):
+            if path.is_file() and path.suffix not in (".lock", ".tmp"):
+                yield path
 
     def prune(self, older_than_days: float) -> tuple[int, int]:
-        """Remove plans and compiled code that were not written for so long; returns how many files of each."""
-        plans = _older(self.plans.glob("*.json"), older_than_days)
-        code = _older((self.folder / "inductor").rglob("*"), older_than_days)
+        """Remove plans, and code that no plan left needs, not written for so long; returns how many files of each.
+
+        Raises:
+            CacheError: the folder was not made for this and holds no plan: what lies in it is not ours to remove.
+            OSError
+        """
+        if not (self.folder / MARKER).is_file() and not any(entry.found for entry in self.entries()):
+            raise CacheError(f"{self.folder}: no cache of accel; nothing was removed")
+        plans = _older(self.plans.glob(ENTRIES), older_than_days)
+        left = (entry.found for entry in self.entries() if entry.found and entry.path not in plans)
+        needed = {self.inductor / name for found in left for name in found.code}
+        code = [path for path in _older(self.inductor.rglob("*"), older_than_days) if path not in needed]
         for path in (*plans, *code):
             path.unlink(missing_ok=True)
         return len(plans), len(code)
 
-    def export(self, target: Path) -> int:
-        """Pack plans and compiled code into one .tar.gz, to warm another machine; returns the files in it."""
-        files = [p for p in sorted(self.folder.rglob("*")) if p.is_file() and not p.name.endswith((".lock", ".tmp"))]
-        buffer = io.BytesIO()
-        with tarfile.open(fileobj=buffer, mode="w:gz") as pack:
-            for path in files:
-                pack.add(path, arcname=str(path.relative_to(self.folder)))
-        write_atomically(target, lambda file: file.write(buffer.getbuffer()))
-        return len(files)
-
-    def load(self, source: Path) -> int:
-        """Unpack what `export` packed; returns the files. Compiled code runs: import only packs that you trust.
-
-        Raises:
-            CacheError: no pack, or one that holds more than plain files inside of the folder; nothing is written then.
-        """
-        try:
-            with tarfile.open(source, mode="r:gz") as pack:
-                members = pack.getmembers()
-                for member in members:
-                    tarfile.data_filter(member, str(self.folder))
-                    if not (member.isfile() or member.isdir()):
-                        raise CacheError(f"{source}: holds {member.name}, which is no plain file; nothing was imported")
-                self.folder.mkdir(parents=True, exist_ok=True)
-                pack.extractall(self.folder, members=members, filter="data")
-        except tarfile.FilterError as error:
-            raise CacheError(f"{source}: {error}; nothing was imported") from None
-        except (tarfile.TarError, EOFError, OSError) as error:
-            raise CacheError(f"{source}: cannot be imported: {str(error).splitlines()[0]}") from None
-        return sum(member.isfile() for member in members)
-
-    def _path(self, key: str) -> Path:
-        return self.plans / f"{key}.json"
-
-    def _writable(self) -> bool:
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-        except OSError:
-            return False
-        return os.access(self.folder, os.W_OK)
+    def _tell(self, why: str) -> None:
+        if not self._told:
+            self._told = True
+            self.warn(f"cache folder {self.folder}: {why}; what this run learns is not remembered")
 
     def _discard(self, path: Path, error: Exception) -> None:
-        self.warn(f"cache entry {path}: damaged ({type(error).__name__}: {error}); discarded")
-        with contextlib.suppress(OSError):
+        try:
             path.unlink(missing_ok=True)
+            how = "discarded"
+        except OSError:
+            how = "left aside"  # a folder in its place, or one that cannot be written
+        why = getattr(error, "strerror", None) or error
+        self.warn(f"cache entry {path}: damaged ({why}); {how}, measuring anew")

@@ -59,6 +59,18 @@ def test_a_file_for_another_device_is_refused(tmp_path: Path) -> None:
         ('{"start": {}, "switches": [{"update": 1, "plan": {"precision": "fp8"}}]}', "precision=fp8"),
         ('{"start": {"compile": "on"}, "switches": []}', "compile=on"),
         ("\x00\xff", "not a plan file"),
+        ('{"start": [], "switches": []}', r"start \[\] is no plan"),
+        ('{"start": {}, "switches": [{"update": 1, "plan": []}]}', "no plan"),
+        ('{"start": {}, "switches": [{"update": 1, "plan": "bf16"}]}', "'bf16' is no plan"),
+        ('{"start": {"precision": ["bf16"]}, "switches": []}', "precision="),
+        ('{"start": {"precision": "a\\nb"}, "switches": []}', "precision=a b"),
+        ('{"start": {}, "switches": {"a": 1}}', "switches"),
+        ('{"start": {}, "switches": [{"update": Infinity, "plan": {}}]}', r"switches\.0\.update"),
+        ('{"start": {}, "switches": [{"update": -5, "plan": {}}]}', "greater than or equal to 0"),
+        ('{"start": {}, "switches": [{"update": 2.7, "plan": {}}]}', "integer"),
+        ('{"schema": 99, "start": {}, "switches": []}', "schema"),
+        ("[" * 100_000, "not a plan file"),
+        ('{"start": ' + "[" * 100_000, "not a plan file"),
     ],
 )
 def test_a_file_that_is_none_is_one_line(tmp_path: Path, text: str | None, why: str) -> None:

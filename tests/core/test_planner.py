@@ -352,12 +352,42 @@ def test_other_settings_are_other_work(clock: Clock, tmp_path: Path, change: dic
     assert len(entries) == (1 if "clip_norm" in change else 2)
 
 
-@pytest.mark.parametrize("damage", [{"plan": {"precision": "fp8"}}, {"compile": {"x": 1}}, {"tried": None}])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"plan": {"precision": "fp16"}},
+        {"plan": {"compile": "whole"}},
+        {"plan": []},
+        {"tried": None},
+        {"step_seconds": 0},
+    ],
+)
 def test_an_entry_that_is_none_is_measured_anew(clock: Clock, tmp_path: Path, damage: dict[str, Any]) -> None:
     Host(clock, by_name(**BOTH_WIN)).run(UPDATES, cache_dir=tmp_path)
     (entry,) = Memory(tmp_path).entries()
-    entry.path.write_text(json.dumps({**entry.data, **damage}))
+    entry.path.write_text(json.dumps({**json.loads(entry.path.read_text()), **damage}))
     host = Host(clock, by_name(**BOTH_WIN))
     host.run(UPDATES, cache_dir=tmp_path)
     assert host.losses > UPDATES
-    assert sum("not usable" in line for line in host.said) == 1
+    assert sum("measuring anew" in line for line in host.said) == 1
+
+
+def test_a_device_without_fast_bf16_does_not_run_a_remembered_one(
+    clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Host(clock, by_name(**BOTH_WIN)).run(UPDATES, cache_dir=tmp_path)
+    monkeypatch.setattr(planning, "bf16_is_fast", lambda device: False)
+    host = Host(clock, by_name(host=1.0, channels_last=0.5))
+    assert host.run(UPDATES, cache_dir=tmp_path).planner.plan == Plan(memory_format="channels_last")
+
+
+def test_a_folder_that_cannot_be_used_is_said_at_the_start_and_once(clock: Clock, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    host = Host(clock, by_name(**BOTH_WIN))
+    told: list[int] = []
+
+    def lines() -> list[str]:
+        return [line for line in host.said if "not remembered" in line]
+
+    host.run(UPDATES, each=lambda update: told.append(len(lines())), cache_dir=tmp_path / "file")
+    assert told[1] == len(lines()) == 1

@@ -265,7 +265,7 @@ def test_a_second_run_compiles_from_its_first_update(
     host: Host, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     stand_in(monkeypatch, READY)
-    monkeypatch.setattr(Memory, "has_code", lambda self: True)
+    monkeypatch.setattr(Memory, "has_code", lambda self, needed: True)
     run(host, cache_dir=tmp_path / "cache")
     monkeypatch.setattr(precompile, "command", lambda: pytest.fail("no second compile"))
     again = new_host(host.clock)
@@ -279,6 +279,20 @@ def test_code_that_went_away_is_compiled_again_beside_the_run(
 ) -> None:
     stand_in(monkeypatch, READY)
     run(host, cache_dir=tmp_path / "cache")
+    assert [s.update for s in run(new_host(host.clock), cache_dir=tmp_path / "cache").switches] == [5]
+
+
+def test_other_code_is_not_the_plans(host: Host, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    stand_in(monkeypatch, READY)
+    monkeypatch.setenv(INDUCTOR, str(tmp_path / "code"))
+    own, other = (tmp_path / "code" / "fxgraph" / "ab" / name / "graph" for name in ("own", "other"))
+    own.parent.mkdir(parents=True)
+    own.write_bytes(b"")
+    for switched in (5, 0):
+        planner = run(new_host(host.clock), cache_dir=tmp_path / "cache")
+        assert [(s.update, s.plan) for s in planner.switches] == [(switched, COMPILED)]
+    other.parent.mkdir()
+    own.rename(other)
     assert [s.update for s in run(new_host(host.clock), cache_dir=tmp_path / "cache").switches] == [5]
 
 

@@ -1,12 +1,11 @@
 from __future__ import annotations
 
 import errno
-import io
 import json
+import math
 import os
 import subprocess
 import sys
-import tarfile
 import time
 from pathlib import Path
 from typing import Any
@@ -15,11 +14,15 @@ import pytest
 import torch
 
 from plugins.core import remember
+from plugins.core.beside import Learnt
+from plugins.core.plan import Plan
 from plugins.core.remember import INDUCTOR, CacheError, Memory, default_folder, fingerprint
+from tests.core.remembered import entry
 from tests.core.tiny import CPU, Mlp, Net, mlp
 
 KEY = "0" * 64
-ENTRY = {"plan": {"precision": "bf16"}, "tried": 3}
+PLAN = Plan("bf16")
+OFFERED = {Plan(), PLAN}
 
 
 @pytest.fixture
@@ -30,49 +33,88 @@ def memory(tmp_path: Path) -> Memory:
     return made
 
 
+@pytest.fixture(autouse=True)
+def _nothing_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Memory, "for_compiler", None)
+
+
 def said(memory: Memory) -> list[str]:
     return memory.said  # type: ignore[attr-defined,no-any-return]
+
+
+def code_in(folder: Path, *names: str) -> None:
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(b"code")
 
 
 # -- an entry -----------------------------------------------------------------------------------------------------
 
 
 def test_what_was_kept_is_found(memory: Memory) -> None:
-    assert memory.find(KEY) is None
-    memory.keep(KEY, ENTRY)
-    found = memory.find(KEY)
+    assert memory.find(KEY, OFFERED) is None
+    memory.keep(KEY, entry(PLAN))
+    found = memory.find(KEY, OFFERED)
     assert found is not None
-    assert ENTRY.items() <= found.items()
+    assert (found.plan, found.tried, found.step_seconds, found.compile) == (PLAN, 3, 0.5, Learnt(settled=True))
     assert said(memory) == []
-    assert [entry.data["tried"] for entry in memory.entries()] == [3]
+    assert [e.found and e.found.tried for e in memory.entries()] == [3]
 
 
-@pytest.mark.parametrize(
-    "text", ["", "{", "[]", '{"schema": 1}', '{"schema": 1, "key": "another"}', "\x00\x01", "null", '"text"']
-)
-def test_a_damaged_entry_is_discarded_with_a_warning(memory: Memory, text: str) -> None:
-    memory.keep(KEY, ENTRY)
+def learnt(**changed: Any) -> dict[str, Any]:
+    return {"compile": {**Learnt().as_dict(), **changed}}
+
+
+DAMAGED: list[Any] = [
+    *("", "{", "[]", '{"schema": 2}', "\x00\xff", "null", '"text"', "[" * 100_000, '{"plan":' * 100_000),
+    *({"key": "another"}, {"schema": 1}, {"plan": []}, {"plan": "x"}, {"plan": {"precision": "fp8"}}),
+    *({"step_seconds": bad} for bad in (0, -1, math.nan, math.inf, "1", None)),
+    *({"tried": bad} for bad in (math.inf, -3, 1.5, None, "a")),
+    *({"compile": []}, {"compile": None}, {"code": None}, {"code": [1]}, {"parameters": "x"}, {"device": 3}),
+    *(learnt(given_up_seconds=bad) for bad in (math.inf, -1.0)),
+    *(learnt(fusable=bad) for bad in (math.nan, -1.0)),
+    *(learnt(reason=5), learnt(settled="yes"), learnt(warm_seconds=math.inf), learnt(saved_seconds=math.nan)),
+]
+
+
+@pytest.mark.parametrize("damage", DAMAGED, ids=lambda damage: str(damage)[:40])
+def test_a_damaged_entry_is_discarded_with_a_warning(memory: Memory, damage: Any) -> None:
+    memory.keep(KEY, entry(PLAN))
     path = memory.plans / f"{KEY}.json"
-    path.write_text(text)
-    assert memory.find(KEY) is None
+    text = damage if isinstance(damage, str) else json.dumps({**json.loads(path.read_text()), **damage})
+    path.write_text(text, encoding="latin-1")
+    assert [e.found for e in memory.entries()] == [None]
+    assert path.read_text(encoding="latin-1") == text  # to look is not to touch
+    assert memory.find(KEY, OFFERED) is None
     assert not path.exists()
-    assert len(said(memory)) == 1
-    assert "damaged" in said(memory)[0]
-    memory.keep(KEY, ENTRY)
-    assert memory.find(KEY) is not None
+    (line,) = said(memory)
+    assert "damaged" in line
+    assert "discarded" in line
+    assert "\n" not in line
+    assert len(line) < 500
+    memory.keep(KEY, entry(PLAN))
+    assert memory.find(KEY, OFFERED) is not None
 
 
-def test_bytes_that_are_no_text_are_damage(memory: Memory) -> None:
-    memory.keep(KEY, ENTRY)
-    (memory.plans / f"{KEY}.json").write_bytes(b"\xff\xfe\x80")
-    assert memory.find(KEY) is None
-    assert "damaged" in said(memory)[0]
+@pytest.mark.parametrize("plan", [Plan("fp16"), Plan("bf16", compile="whole"), Plan(memory_format="channels_last")])
+def test_a_plan_that_this_run_could_not_choose_is_none(memory: Memory, plan: Plan) -> None:
+    memory.keep(KEY, entry(plan))
+    assert memory.find(KEY, OFFERED) is None
+    assert plan.name in said(memory)[0]
 
 
-def test_the_schema_of_another_release_is_ignored(memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
-    memory.keep(KEY, ENTRY)
-    monkeypatch.setattr(remember, "SCHEMA", remember.SCHEMA + 1)
-    assert memory.find(KEY) is None
+def test_what_cannot_be_discarded_is_not_said_to_be(memory: Memory) -> None:
+    (memory.plans / f"{KEY}.json").mkdir(parents=True)
+    assert memory.find(KEY, OFFERED) is None
+    assert "(Is a directory); left aside" in said(memory)[0]
+
+
+def test_the_users_own_files_are_no_entries(memory: Memory) -> None:
+    memory.keep(KEY, entry(PLAN))
+    (memory.plans / "my.json").write_text("{")
+    assert [e.path.stem for e in memory.entries()] == [KEY]
+    assert memory.prune(0) == (1, 0)
+    assert (memory.plans / "my.json").exists()
 
 
 # -- a folder that cannot be used ---------------------------------------------------------------------------------
@@ -86,8 +128,9 @@ def test_a_folder_that_cannot_be_written_is_one_line(
         raise OSError(error, os.strerror(error))
 
     monkeypatch.setattr(remember, "write_atomically", fail)
-    memory.keep(KEY, ENTRY)
-    assert memory.find(KEY) is None
+    for _ in range(2):
+        memory.keep(KEY, entry(PLAN))
+    assert memory.find(KEY, OFFERED) is None
     (line,) = said(memory)
     assert os.strerror(error) in line
     assert "not remembered" in line
@@ -101,8 +144,9 @@ def test_a_file_in_the_folders_place_is_one_line(tmp_path: Path, monkeypatch: py
     monkeypatch.delenv(INDUCTOR, raising=False)
     memory.use_for_compiler()
     assert INDUCTOR not in os.environ
-    assert memory.find(KEY) is None
-    memory.keep(KEY, ENTRY)
+    assert not memory.writable()
+    assert memory.find(KEY, OFFERED) is None
+    memory.keep(KEY, entry(PLAN))
     assert len(lines) == 1
     assert list(memory.entries()) == []
 
@@ -115,10 +159,33 @@ def test_the_compilers_cache_lies_there_unless_the_user_chose(memory: Memory, mo
         monkeypatch.delenv(INDUCTOR) if own is None else monkeypatch.setenv(INDUCTOR, own)
         memory.use_for_compiler()
         assert os.environ[INDUCTOR] == str(memory.folder / "inductor")
-    assert not memory.has_code()
-    code = memory.folder / "inductor" / "fxgraph" / "ab" / "abcd"
-    code.mkdir(parents=True)
-    assert memory.has_code()
+
+
+def test_another_run_of_a_process_has_its_own_folder(
+    memory: Memory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(INDUCTOR, raising=False)
+    memory.use_for_compiler()
+    Memory(tmp_path / "second").use_for_compiler()
+    assert os.environ[INDUCTOR] == str(tmp_path / "second" / "inductor")
+    (tmp_path / "file").write_text("")
+    Memory(tmp_path / "file").use_for_compiler()  # which cannot be one: neither is the one before it
+    assert INDUCTOR not in os.environ
+
+
+def test_a_plan_has_its_code_while_all_of_it_is_there(memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(INDUCTOR, raising=False)
+    assert memory.code() == []
+    assert not memory.has_code([])
+    code_in(memory.inductor, "fxgraph/ab/key/graph", "cd/kernel.so", "cd/kernel.cpp", "locks/x.lock")
+    needed = memory.code()
+    assert needed == ["cd/kernel.so", "fxgraph/ab/key/graph"]
+    code_in(memory.inductor, "fxgraph/ef/other/graph")
+    assert memory.has_code(needed)
+    (memory.inductor / "cd/kernel.cpp").unlink()
+    assert memory.has_code(needed)
+    (memory.inductor / "cd/kernel.so").unlink()
+    assert not memory.has_code(needed)
 
 
 def test_one_folder_a_project(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -140,10 +207,11 @@ def test_two_processes_share_a_folder(memory: Memory) -> None:
     """Both write the same entries again and again; a reader never sees half of one."""
     code = (
         "import sys; from pathlib import Path; from plugins.core.remember import Memory\n"
+        "from plugins.core.plan import Plan; from tests.core.remembered import entry\n"
         "m = Memory(Path(sys.argv[1]), warn=lambda t: sys.exit(t))\n"
         "for i in range(40):\n"
-        "    m.keep(str(i % 3), {'plan': {}, 'by': sys.argv[2], 'pad': sys.argv[2] * 20000})\n"
-        "    assert m.find(str(i % 3))['pad'][0] in 'ab'\n"
+        "    m.keep(str(i % 3) * 64, entry(Plan(), device=sys.argv[2], code=[sys.argv[2] * 20000]))\n"
+        "    assert m.find(str(i % 3) * 64, {Plan()}).code[0][0] in 'ab'\n"
     )
     here = Path(remember.__file__).parents[2]
     line = [sys.executable, "-c", code, str(memory.folder)]
@@ -152,8 +220,9 @@ def test_two_processes_share_a_folder(memory: Memory) -> None:
         for name in "ab"
     ]
     while any(process.poll() is None for process in both):
-        for entry in memory.entries():
-            assert set(entry.data["pad"]) == {entry.data["by"]}
+        for one in memory.entries():
+            assert one.found is not None
+            assert set(one.found.code[0]) == {one.found.device}
         time.sleep(0.01)
     assert [(process.returncode, process.stderr.read()) for process in both if process.stderr] == [(0, ""), (0, "")]
     assert said(memory) == []
@@ -177,90 +246,52 @@ def test_other_work_has_another_fingerprint(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
     others.append(of(mlp()))
     monkeypatch.undo()
-    monkeypatch.setattr(torch, "__version__", "9.9.9")
-    others.append(of(mlp()))
+    for module, name, value in (
+        (torch, "__version__", "9.9.9"),
+        (remember, "SCHEMA", 99),
+        (remember, "bf16_is_fast", lambda device: "another"),
+        (torch.backends.cpu, "get_cpu_capability", lambda: "another"),
+    ):
+        monkeypatch.setattr(module, name, value)
+        others.append(of(mlp()))
+        monkeypatch.undo()
     assert len({one, *others}) == 1 + len(others)
 
 
-# -- prune, export, import ----------------------------------------------------------------------------------------
+# -- prune ----------------------------------------------------------------------------------------
 
 
-def test_prune_removes_what_is_old(memory: Memory) -> None:
-    for index in range(3):
-        memory.keep(str(index), ENTRY)
-    old = memory.plans / "0.json"
-    os.utime(old, (time.time() - 40 * 86400,) * 2)
-    code = memory.folder / "inductor" / "ab" / "abcd.so"
-    code.parent.mkdir(parents=True)
-    code.write_bytes(b"code")
-    os.utime(code, (time.time() - 40 * 86400,) * 2)
-    assert memory.prune(30) == (1, 1)
-    assert not old.exists()
-    assert not code.exists()
-    assert memory.prune(0) == (2, 0)
-
-
-def test_export_and_import_move_plans_and_code(memory: Memory, tmp_path: Path) -> None:
-    memory.keep(KEY, ENTRY)
-    code = memory.folder / "inductor" / "fxgraph" / "ab" / "abcd"
-    code.parent.mkdir(parents=True)
-    code.write_bytes(b"code")
-    (memory.folder / "inductor" / "x.lock").write_text("")
-    assert memory.export(tmp_path / "cache.tar.gz") == 2
-    other = Memory(tmp_path / "other")
-    assert other.load(tmp_path / "cache.tar.gz") == 2
-    assert other.find(KEY) == memory.find(KEY)
-    assert (other.folder / code.relative_to(memory.folder)).read_bytes() == b"code"
-
-
-def packed(path: Path, members: list[tuple[tarfile.TarInfo, bytes]]) -> Path:
-    with tarfile.open(path, "w:gz") as pack:
-        for info, data in members:
-            info.size = len(data)
-            pack.addfile(info, io.BytesIO(data))
+def aged(path: Path) -> Path:
+    os.utime(path, (time.time() - 40 * 86400,) * 2)
     return path
 
 
-def link(name: str, target: str, kind: bytes) -> tarfile.TarInfo:
-    info = tarfile.TarInfo(name)
-    info.type, info.linkname = kind, target
-    return info
+def test_prune_removes_what_is_old_and_not_needed(memory: Memory) -> None:
+    for index in range(3):
+        memory.keep(str(index) * 64, entry(PLAN, code=["ab/needed.so"] if index else []))
+    old = aged(memory.plans / f"{'0' * 64}.json")
+    code_in(memory.inductor, "ab/old.so", "ab/needed.so", "ab/young.so")
+    for name in ("ab/old.so", "ab/needed.so"):
+        aged(memory.inductor / name)
+    assert memory.prune(30) == (1, 1)
+    assert not old.exists()
+    assert not (memory.inductor / "ab/old.so").exists()
+    assert memory.prune(0) == (2, 2)
 
 
-@pytest.mark.parametrize("name", ["../outside.json", "plans/../../outside.json", "plans/../../cache2/outside.json"])
-def test_a_pack_that_leaves_the_folder_is_refused(memory: Memory, tmp_path: Path, name: str) -> None:
-    good = tarfile.TarInfo("plans/good.json")
-    pack = packed(tmp_path / "bad.tar.gz", [(tarfile.TarInfo(name), b"{}"), (good, b"{}")])
-    with pytest.raises(CacheError, match=r"bad\.tar\.gz") as caught:
-        memory.load(pack)
-    assert "\n" not in str(caught.value)
-    assert not list(tmp_path.rglob("outside.json"))
-    assert not list(tmp_path.rglob("good.json"))
+def test_prune_leaves_a_folder_that_is_not_ours(tmp_path: Path) -> None:
+    code_in(tmp_path, "inductor/notes.txt", "plans/my.json", f"plans/{KEY}.json")
+    memory = Memory(tmp_path)
+    with pytest.raises(CacheError, match="no cache of accel"):
+        memory.prune(0)
+    assert len([p for p in tmp_path.rglob("*") if p.is_file()]) == 3
+    memory.keep("1" * 64, entry(PLAN))  # a run was told to use it: now a plan says whose it is
+    assert memory.prune(0) == (2, 1)
+    assert (tmp_path / "plans/my.json").exists()
 
 
-def test_an_absolute_name_lands_inside_of_the_folder(memory: Memory, tmp_path: Path) -> None:
-    memory.load(packed(tmp_path / "a.tar.gz", [(tarfile.TarInfo("/plans/outside.json"), b"{}")]))
-    assert (memory.plans / "outside.json").exists()
-
-
-@pytest.mark.parametrize("kind", [tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.FIFOTYPE])
-def test_links_and_devices_are_not_unpacked(memory: Memory, tmp_path: Path, kind: bytes) -> None:
-    through = tarfile.TarInfo("plans/door/passwd.json")
-    pack = packed(tmp_path / "bad.tar.gz", [(link("plans/door", str(tmp_path / "away"), kind), b""), (through, b"{}")])
-    with pytest.raises(CacheError):
-        memory.load(pack)
-    assert not (tmp_path / "away").exists()
-
-
-def test_a_file_that_is_no_pack_is_one_line(memory: Memory, tmp_path: Path) -> None:
-    (tmp_path / "x.tar.gz").write_text("no")
-    for path in (tmp_path / "x.tar.gz", tmp_path / "absent.tar.gz"):
-        with pytest.raises(CacheError, match=path.name):
-            memory.load(path)
-
-
-def test_an_imported_entry_is_checked_like_any_other(memory: Memory, tmp_path: Path) -> None:
-    pack = packed(tmp_path / "a.tar.gz", [(tarfile.TarInfo(f"plans/{KEY}.json"), json.dumps({"key": "x"}).encode())])
-    memory.load(pack)
-    assert memory.find(KEY) is None
-    assert "damaged" in said(memory)[0]
+def test_a_folder_made_for_this_is_marked(memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(INDUCTOR, raising=False)
+    memory.use_for_compiler()
+    code_in(memory.inductor, "ab/some.so")
+    assert memory.prune(0) == (0, 1)

@@ -187,7 +187,7 @@ def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         patch.setattr(memory, "room_for_worker", lambda device: True)
         patch.setattr(beside, "has_spare_core", lambda device: False)  # the run waits, so that it is ready at once
         patch.setattr(precompile, "command", lambda: [sys.executable, "-c", ""])
-        patch.setattr(Memory, "has_code", lambda self: True)
+        patch.setattr(Memory, "has_code", lambda self, needed: True)
         patch.setenv(INDUCTOR, str(tmp_path_factory.mktemp("inductor")))
         yield
 

@@ -1,0 +1,35 @@
+"""What an earlier run wrote, checked field by field when it is read: a damaged file is one line, never a traceback."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Self
+
+from pydantic import BaseModel, ConfigDict, PlainValidator, ValidationError
+
+from plugins.core.plan import Plan
+
+SHOWN = 200  # characters of a mistake: the value in it may be a whole file
+
+AnyPlan = Annotated[Plan, PlainValidator(Plan.from_dict)]
+
+
+class Record(BaseModel):
+    """A JSON file's fields. Others are ignored: a later release may write more."""
+
+    model_config = ConfigDict(strict=True, allow_inf_nan=False)
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """Raises OSError, or ValueError with one line that names the field."""
+        try:
+            return cls.model_validate_json(path.read_bytes())
+        except ValidationError as error:
+            raise ValueError(one_line(error)) from None
+
+
+def one_line(error: ValidationError) -> str:
+    """The first mistake: which field, and what is wrong."""
+    first = error.errors(include_url=False)[0]
+    where = ".".join(str(part) for part in first["loc"])
+    return " ".join(f"{where} {first['msg'].removeprefix('Value error, ')}".split())[:SHOWN]
