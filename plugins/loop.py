@@ -138,7 +138,6 @@ class Accelerated:
             shape: of the input, [B, ...].
         """
         if self.session.window.empty and self.session.planner.waits:
-            self.session.statistics.keep()
             self.session.plan_window(self.layout.at(loss), left, shape)
 
     @contextmanager

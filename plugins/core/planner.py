@@ -2,7 +2,7 @@
 
 It is asked at the start of every window, before the forward, with nothing accumulated yet. First the run's own steps
 are timed, which costs nothing. Then layouts and precisions are tried on the batch at hand, forward and backward only:
-weights and optimizer are never touched, BatchNorm statistics, gradients and random state are put back. A compile
+weights and optimizer are never touched, buffers, gradients and random state are put back. A compile
 happens in a worker beside the run, which changes over when the code is ready, if it then wins on the batch at hand.
 """
 

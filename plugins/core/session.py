@@ -28,7 +28,7 @@ from plugins.core.planner import Planner
 from plugins.core.remember import Memory, default_folder
 from plugins.core.report import Series
 from plugins.core.state import put_back, state_of
-from plugins.core.trial import Moment, Trial
+from plugins.core.trial import Moment, Trial, buffers_kept
 from plugins.core.update import NonFiniteGradient, Outcome, Update
 from plugins.core.watch import Watch
 from plugins.core.window import ALL, Term, Window
@@ -146,18 +146,28 @@ class Session:
 
     @contextmanager
     def untouched(self) -> Iterator[None]:
-        """What runs inside leaves no trace: window, BatchNorm statistics, gradients, random state."""
+        """What runs inside leaves no trace: window, buffers, gradients, random state.
+
+        Those of the model and its optimizer, and the global generators: what a loss keeps to itself is not known here
+        (a generator or BatchNorm of its own, a counter that is a plain attribute) and moves with every trial.
+        """
         state, self._trying = checkpoint.random_state(), True
         try:
-            yield
+            with buffers_kept(self.model):
+                yield
         finally:
             self._trying = False
-            self.statistics.restore()
             self.clear_gradients()
             checkpoint.set_random_state(state)
 
     def clear_gradients(self) -> None:
+        """Also of a criterion's own parameters, which the optimizer holds beside the model's."""
         self.model.zero_grad(set_to_none=not self.update.keep_gradients)
+        for parameter in self.update.parameters():
+            if not self.update.keep_gradients:
+                parameter.grad = None
+            elif parameter.grad is not None:
+                parameter.grad.zero_()
 
     def progress(self, text: str) -> None:
         sys.stderr.write(f"accel: {text}\n")

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from plugins.core import plan as planning
@@ -47,6 +47,25 @@ class Moment:
     left: int
     shape: tuple[int, ...]
     size: int = 1
+
+
+@contextmanager
+def buffers_kept(model: nn.Module) -> Iterator[None]:
+    """Every buffer is the same tensor with the same values afterwards.
+
+    A forward moves more than BatchNorm's statistics: spectral norm's vectors, counters, codebooks.
+    """
+    kept = [(m._buffers, dict(m._buffers)) for m in model.modules() if m._buffers]
+    values = [(b, b.detach().clone()) for _, buffers in kept for b in buffers.values() if b is not None]
+    try:
+        yield
+    finally:
+        for live, buffers in kept:
+            live.clear()
+            live.update(buffers)
+        with torch.no_grad():
+            for buffer, value in values:
+                buffer.copy_(value)
 
 
 def time_steps(

@@ -166,6 +166,43 @@ def test_a_trial_puts_everything_back_bit_for_bit(clock: Clock, wins: bool) -> N
         assert same(value, after[part]), part
 
 
+class Moving(Net):
+    """Buffers that a forward moves, in place and by putting another tensor there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = torch.nn.utils.parametrizations.spectral_norm(self.head)
+        self.register_buffer("seen", torch.zeros(()))
+        self.register_buffer("last", None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen = self.seen + 1
+        self.last = x.detach().mean()
+        return super().forward(x)
+
+
+def test_a_trial_that_loses_leaves_every_buffer_as_it_was(clock: Clock) -> None:
+    tried, plain = Host(clock, by_name(), Moving), Host(clock, by_name(), Moving)
+    tried.run(UPDATES)
+    plain.run(UPDATES, plan="off", precision="host")
+    assert tried.losses > plain.losses == tried.model.seen
+    assert same(snapshot(tried.model), snapshot(plain.model))
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_a_trial_leaves_no_gradient_on_a_criterions_parameters(clock: Clock, keep: bool) -> None:
+    """The next update would add to it: the optimizer holds them, the model does not."""
+    host = Host(clock, by_name())
+    own = torch.nn.Parameter(torch.ones(()))
+    host.optimizer.add_param_group({"params": [own]})
+    held = host.session()
+    held.update.keep_gradients = keep
+    with held.untouched():
+        own.square().backward()
+    assert (own.grad == 0) if keep else own.grad is None
+    held.end()
+
+
 def test_two_runs_of_a_seed_give_the_same_weights(clock: Clock) -> None:
     first, second = (Host(clock, by_name(**BOTH_WIN)) for _ in range(2))
     for host in (first, second):
