@@ -21,7 +21,7 @@ from torch import nn
 
 from plugins.core import plan as planning
 from plugins.core.beside import Beside, Learnt, Owner
-from plugins.core.compilation import Compilation
+from plugins.core.compilation import OWNED, Compilation
 from plugins.core.compile import CompileRefused
 from plugins.core.plan import Plan, Timing
 from plugins.core.planfile import Start, Switch, write_switches
@@ -66,6 +66,8 @@ class Planner:
         self._plain: deque[float] = deque(maxlen=16)
         self._steps = 0
         self._key = ""
+        if compilation.owned:  # a candidate would be compiled anew, by the owner's way, in the run itself
+            self.measure_nothing(OWNED)
 
     # -- the run's own steps --------------------------------------------------------------------------------------
 
