@@ -55,7 +55,7 @@ class Planner:
         self.open_fields = start.open_fields
         self.memory = memory if start.open_fields else None
         self.beside = Beside(owner, device, compilation)
-        self.given = list(start.switches)
+        self.given = [self._allowed(switch) for switch in start.switches]
         self.switches: list[Switch] = []
         self.timings: list[Timing] = []
         self.state = "timing" if start.open_fields else "done"
@@ -115,6 +115,13 @@ class Planner:
         return "compile" in self.open_fields and not planning.cannot_gain(
             self.compilation.modules()[0], self.device, self.plan.precision
         )
+
+    def _allowed(self, switch: Switch) -> Switch:
+        """A plan file compiles nothing at `compile=off`."""
+        if switch.plan.compile == "eager" or self.compilation.config.compile != "off":
+            return switch
+        self.compilation.facts.reason = "compile=off, which a plan file does not overrule"
+        return replace(switch, plan=replace(switch.plan, compile="eager"))
 
     def measure_nothing(self, why: str) -> None:
         """The host cannot run a trial; switches that were given are made all the same."""

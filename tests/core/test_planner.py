@@ -310,6 +310,22 @@ def test_a_run_whose_file_compiles_may_compile(clock: Clock, tmp_path: Path) -> 
     assert Host(clock, by_name()).session(plan=path, compile="auto").planner.may_compile
 
 
+def test_a_file_does_not_overrule_compile_off(clock: Clock, tmp_path: Path) -> None:
+    path = write_switches(tmp_path, Plan(), [Switch(2, Plan("bf16", compile="regional")), Switch(4, Plan("bf16"))])
+    held = Host(clock, by_name(), Blocks, (4, 6)).run(UPDATES, plan=path, compile="off")
+    assert held.planner.switches == [Switch(2, Plan("bf16"))]
+    assert held.report.compile.decision == "eager"
+    assert held.report.compile.reason == "compile=off, which a plan file does not overrule"
+    assert held.report.compile.graphs == 0
+
+
+@pytest.mark.parametrize("plan", ["auto", "off"])
+def test_a_resumed_run_does_not_overrule_compile_off(clock: Clock, plan: str) -> None:
+    planner = Host(clock, by_name(), Blocks, (4, 6)).session(plan=plan, compile="off").planner
+    planner.resume(Plan(compile="regional"), 0)
+    assert planner.due(0).compile == "eager"
+
+
 def test_resume_at_a_switch_of_the_file_makes_it(clock: Clock, tmp_path: Path) -> None:
     file = write_switches(tmp_path, Plan(), [Switch(2, Plan("bf16")), Switch(6, Plan("bf16", "channels_last"))])
     whole, first, second = (Host(clock, by_name()) for _ in range(3))
