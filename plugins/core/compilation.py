@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import cached_property
 from types import NoneType
 from typing import Any
@@ -126,6 +127,18 @@ class Compilation:
             part.undo()
         self.parts.clear()
         self.facts.decision = "eager"
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Calls run eagerly inside, and add no graph."""
+        held = [part for part in self.parts if part.active]
+        for part in held:
+            part.active = False
+        try:
+            yield
+        finally:
+            for part in held:
+                part.active = True
 
     def stay_eager(self, reason: str) -> None:
         """An error of the compiler, or the budget: one warning, and the run goes on eagerly."""

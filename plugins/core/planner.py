@@ -27,9 +27,10 @@ from plugins.core.plan import Plan, Timing
 from plugins.core.planfile import Start, Switch, write_switches
 from plugins.core.remember import Memory, fingerprint
 from plugins.core.report import CompileFacts, SpeedFacts
-from plugins.core.trial import Moment, time_steps
+from plugins.core.trial import Moment, NotFinite, time_steps
 
 PLAIN_STEPS = 3  # of the run's own, after the first, before anything is tried
+UNFIT_BATCHES = 3  # whose loss is not finite, before trials are given up
 
 
 class Planner:
@@ -64,7 +65,7 @@ class Planner:
         self._tried = 0  # layouts
         self._layout_known = False
         self._plain: deque[float] = deque(maxlen=16)
-        self._steps = 0
+        self._steps = self._unfit = 0
         self._key = ""
         if compilation.owned:  # a candidate would be compiled anew, by the owner's way, in the run itself
             self.measure_nothing(OWNED)
@@ -96,12 +97,21 @@ class Planner:
         if self.state == "timing" and not self._key:
             self._key = fingerprint(self.model, self._bounded(moment.shape), self.device, self._settings())
             self._recall(moment)
-        if self.state == "timing" and len(self._plain) >= PLAIN_STEPS:
-            if not self._layout_known:
-                self._try_layouts(moment)
-            self._begin_compile(moment)
-        if self.state == "compiling":
-            self._change_over(moment)
+        try:
+            if self.state == "timing" and len(self._plain) >= PLAIN_STEPS:
+                if not self._layout_known:
+                    self._try_layouts(moment)
+                self._begin_compile(moment)
+            if self.state == "compiling":
+                self._change_over(moment)
+        except NotFinite:
+            self._put_off()
+
+    def _put_off(self) -> None:
+        """Another batch may do; after a few, nothing is tried, and nothing of it is remembered."""
+        self._unfit += 1
+        if self._unfit == UNFIT_BATCHES:
+            self.measure_nothing(f"the loss was not finite on {self._unfit} batches")
 
     def due(self, update: int) -> Plan:
         """What is to run at this update by the switches that were given."""
@@ -124,11 +134,13 @@ class Planner:
         return replace(switch, plan=replace(switch.plan, compile="eager"))
 
     def measure_nothing(self, why: str) -> None:
-        """The host cannot run a trial; switches that were given are made all the same."""
-        if self.state != "done":
-            self.state, self.reason = "done", f"no trial: {why}"
-            if "compile" in self.open_fields:
-                self.beside.learnt.reason = self.reason
+        """No trial from now on; switches that were given are made all the same."""
+        if self.state == "timing":
+            self.reason = f"no trial: {why}"
+        if self.state != "done" and "compile" in self.open_fields:
+            self.beside.end()
+            self.beside.learnt.reason = f"no trial: {why}"
+        self.state = "done"
 
     def _switch(self, moment: Moment, plan: Plan) -> None:
         """Run this plan from now on; without its compile, where that cannot be."""
@@ -232,6 +244,8 @@ class Planner:
         self._tried = len(tried)
         with self.owner.untouched():
             plain = best = self._time(moment, self.plan, warm=False)
+            if plain is not None and not math.isfinite(plain.loss):
+                raise NotFinite
             for candidate in tried:
                 if plain is None or best is None:
                     break
@@ -252,16 +266,9 @@ class Planner:
         self._switch(moment, best.plan)
         self._plain = deque([s * best.middle / plain.middle for s in self._plain], maxlen=16)
 
-    def _time(
-        self,
-        moment: Moment,
-        plan: Plan,
-        repeats: int = planning.REPEATS,
-        warm: bool = True,
-        hopeless: float = math.inf,
-    ) -> Timing | None:
-        clear = self.owner.clear_gradients
-        timing = time_steps(moment.trial, plan, self.device, clear, self.owner.warn, repeats, warm, hopeless)
+    def _time(self, moment: Moment, plan: Plan, warm: bool = True, hopeless: float = math.inf) -> Timing | None:
+        clear, warn = self.owner.clear_gradients, self.owner.warn
+        timing = time_steps(moment.trial, plan, self.device, clear, warn, warm=warm, hopeless=hopeless)
         if timing is not None:
             self.timings.append(timing)
         return timing
@@ -279,9 +286,10 @@ class Planner:
         standing = self.beside.poll()
         if standing == "running":
             return
-        self.state = "done"
-        if standing == "ready" and (twin := self.beside.judge(moment, self.plan, self._time)) is not None:
+        if standing == "ready" and (twin := self.beside.judge(moment, self.plan)) is not None:
             self._now_runs(moment.update, twin)
+        self.state = "done"
+        self.timings += self.beside.timings
         self._remember()
 
     # -- a run's end and its going on -----------------------------------------------------------------------------

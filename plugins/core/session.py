@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -275,15 +275,11 @@ class Session:
     @contextmanager
     def validation(self) -> Iterator[None]:
         """At `validate=eager` calls of the live model run eagerly inside, and add no graph to training's."""
-        held = [part for part in self.compiled if part.active and self.config.validate_ == "eager"]
-        for part in held:
-            part.active = False
+        eager = self.compilation.paused() if self.config.validate_ == "eager" else nullcontext()
         try:
-            with self.watch.in_phase("validation"):
+            with eager, self.watch.in_phase("validation"):
                 yield
         finally:
-            for part in held:
-                part.active = True
             self.meter.not_waiting()
 
     def state_dict(self) -> dict[str, Any]:

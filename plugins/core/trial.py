@@ -49,6 +49,10 @@ class Moment:
     size: int = 1
 
 
+class NotFinite(Exception):
+    """The loss of the batch at hand is not finite, under the run's own plan: it compares no plans."""
+
+
 @contextmanager
 def buffers_kept(model: nn.Module) -> Iterator[None]:
     """Every buffer is the same tensor with the same values afterwards.
@@ -77,13 +81,16 @@ def time_steps(
     repeats: int = planning.REPEATS,
     warm: bool = True,
     hopeless: float = math.inf,
+    into: Timing | None = None,
 ) -> Timing | None:
     """Seconds of forward and backward on the batch at hand under `plan`, which is left in force.
+
+    They are added to `into`, where two plans are timed in turn.
 
     `clear` drops gradients; `warm` makes one step that is not counted. None where the plan fails or memory does not
     suffice, or that first step took longer than `hopeless` seconds.
     """
-    timing = Timing(plan)
+    timing = into or Timing(plan)
     try:
         trial.apply(plan.precision, plan.memory_format)
         for index in range(repeats + warm):

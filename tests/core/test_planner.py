@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from plugins.core import plan as planning
+from plugins.core import planner as planner_module
 from plugins.core.checkpoint import set_random_state
 from plugins.core.plan import Plan
 from plugins.core.planfile import PLAN_NAME, Switch, write_switches
@@ -84,6 +85,25 @@ def test_a_wrong_loss_is_dropped(clock: Clock) -> None:
     host.wrong = lambda plan: 5.0 if plan.precision == "bf16" else 0.0
     assert host.run(UPDATES).planner.plan == Plan("host", "channels_last")
     assert sum("dropped, its loss" in line for line in host.said) == 2
+
+
+@pytest.mark.parametrize("bad", [1, 2, 3])
+def test_batches_whose_loss_is_not_finite_decide_nothing(clock: Clock, tmp_path: Path, bad: int) -> None:
+    """A trial is put off to a later batch, twice."""
+    host = Host(clock, by_name(**BOTH_WIN))
+    first = planner_module.PLAIN_STEPS + 1
+
+    def each(update: int) -> None:
+        host.wrong = lambda plan: float("nan") if first <= update < first + bad else 0.0
+
+    planner = host.run(UPDATES, each=each, cache_dir=tmp_path).planner
+    assert not any("dropped" in line for line in host.said)
+    if bad < planner_module.UNFIT_BATCHES:
+        assert planner.switches == [Switch(first + bad, BOTH_PLAN)]
+    else:
+        assert planner.switches == []
+        assert "the loss was not finite on 3 batches" in planner.reason
+    assert len(list(Memory(tmp_path).entries())) == (bad < planner_module.UNFIT_BATCHES)
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("no memory"), RuntimeError("not implemented for BFloat16")])

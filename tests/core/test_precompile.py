@@ -22,7 +22,7 @@ from plugins.core.plan import Plan
 from plugins.core.planfile import PLAN_NAME
 from plugins.core.precompile import Call, Captured, Like, Worker, kinds, made
 from plugins.core.remember import INDUCTOR, Memory
-from tests.core.planned import Blocks, Clock, Host, by_name
+from tests.core.planned import OF, Blocks, Clock, Host, by_name
 from tests.core.tiny import mlp, same, snapshot
 
 COMPILED = Plan(compile="regional")
@@ -144,6 +144,44 @@ def test_code_that_does_not_win_is_not_run(host: Host, monkeypatch: pytest.Monke
     assert "does not win" in host.open.report.compile.reason
     assert host.open.report.compile.decision == "eager"
     assert all(m._compiled_call_impl is None for m in host.model.modules())
+
+
+def test_eager_and_compiled_steps_are_timed_in_turn(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that others slow down, more and more, decides nothing."""
+    stand_in(monkeypatch, READY)
+    load = iter(range(1, 1000))
+    host.costs = lambda plan: 1.0 + 0.1 * next(load) * (host.open.planner.state == "compiling")
+    assert run(host).plan == Plan()
+    plain, compiled = host.open.planner.timings
+    assert compiled.middle - plain.middle == pytest.approx(0.1)
+    assert len(plain.seconds) == len(compiled.seconds) == planning.repeats(OF)
+
+
+def test_a_compiled_loss_that_is_another_says_so(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in(monkeypatch, READY)
+    host.wrong = lambda plan: 5.0 if plan.compile != "eager" else 0.0
+    planner = run(host)
+    assert planner.plan == Plan()
+    assert "dropped, its loss" in planner.beside.learnt.reason
+    assert sum("dropped, its loss" in line for line in host.said) == 1
+
+
+@pytest.mark.parametrize("bad", [1, 3])
+def test_a_batch_whose_loss_is_not_finite_judges_no_compile(
+    host: Host, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, bad: int
+) -> None:
+    stand_in(monkeypatch, READY)
+
+    def each(update: int) -> None:
+        worker = host.open.planner.beside._worker
+        if worker is not None:
+            worker.process.wait(timeout=300)
+        host.wrong = lambda plan: float("nan") if 5 <= update < 5 + bad else 0.0
+
+    planner = run(host, each=each, cache_dir=tmp_path / "cache")
+    assert [(s.update, s.plan) for s in planner.switches] == ([(6, COMPILED)] if bad == 1 else [])
+    assert ("not finite on 3 batches" in planner.beside.learnt.reason) == (bad == 3)
+    assert len(list(Memory(tmp_path / "cache").entries())) == (bad == 1)
 
 
 def test_a_compile_that_loses_leaves_the_weights_of_an_eager_run(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
