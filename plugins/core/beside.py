@@ -20,7 +20,7 @@ import torch
 from plugins.core import memory
 from plugins.core import plan as planning
 from plugins.core.compilation import Compilation
-from plugins.core.compile import CUDA_GRAPH_MODES
+from plugins.core.compile import CUDA_GRAPH_MODES, first_line
 from plugins.core.plan import Plan, Timing
 from plugins.core.precompile import Captured, Worker
 from plugins.core.trial import Moment, NotFinite, fusable_share, time_steps
@@ -74,6 +74,12 @@ def has_spare_core(device: torch.device) -> bool:
 
 
 POLL_SECONDS = 0.05
+PASSING = ("CppCompileError", "Errno", "MemoryError", "out of memory", "killed", "Killed", "its worker failed without")
+
+
+def lasts(fault: str) -> bool:
+    """Whether a compile would fail so again: a full disk, a broken C++ compiler or an ended process may be mended."""
+    return not any(words in fault for words in PASSING)
 
 
 class Beside:
@@ -99,7 +105,7 @@ class Beside:
         if why := self._too_short(cost, 1.0 if learnt.fusable is None else learnt.fusable, moment, step_seconds):
             return self._refuse(why)
         if why := self.compilation.impossible:
-            return self._refuse(why, settled=True)
+            return self._refuse(why)
         with self.owner.untouched(), Captured(modules, self.compilation.takes) as captured:
             learnt.fusable = fusable_share(moment.trial, device, self.owner.clear_gradients)
         if why := self._too_short(cost, learnt.fusable, moment, step_seconds):
@@ -117,9 +123,9 @@ class Beside:
                     captured.calls, self.compilation.arguments(self.scope), self.compilation.dims, budget
                 )
         except Exception as error:
-            why = f"the model cannot be handed to a compile worker ({type(error).__name__}: {str(error)[:100]})"
+            why = f"the model cannot be handed to a compile worker ({first_line(error)})"
             self.owner.warn(f"compile: {why}; the run goes on eagerly")
-            return self._refuse(why, settled=True)
+            return self._refuse(why)
         how = "the run waits" if self._waits else "beside the run"
         self.owner.progress(f"compiling {self.scope}, {how}, for at most {budget:.0f} s")
         return True
@@ -138,7 +144,7 @@ class Beside:
         assert worker is not None
         if worker.seconds > worker.budget:
             self.learnt.given_up_seconds = worker.budget
-        self._refuse(f"given up: {standing}", settled="failed" in standing)
+        self._refuse(f"given up: {standing}", settled="failed" in standing and lasts(standing))
         self.owner.warn(f"compile: given up: {standing}; the run goes on eagerly")
         return "failed"
 
@@ -166,7 +172,7 @@ class Beside:
         if not ready or not self.compilation.active:
             why = self.compilation.facts.reason if not self.compilation.active else "its trial failed"
             self.compilation.undo()
-            self._refuse(why, settled=True)
+            self._refuse(why, settled=lasts(why))
             return None
         warm = max(compiled.first - compiled.middle, 0.0)
         learnt.cold_seconds, learnt.warm_seconds = (self._worked, warm) if self._worked else (warm, 0.0)

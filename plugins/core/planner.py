@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from plugins.core import plan as planning
-from plugins.core.beside import Beside, Learnt, Owner
+from plugins.core.beside import Beside, Learnt, Owner, lasts
 from plugins.core.compilation import OWNED, Compilation
 from plugins.core.compile import CompileRefused
 from plugins.core.plan import Plan, Timing
@@ -169,7 +169,8 @@ class Planner:
 
     def _fall(self, moment: Moment) -> None:
         self._now_runs(moment.update, replace(self.plan, compile="eager"))
-        self.beside.learnt = Learnt(self.compilation.facts.reason, settled=True)
+        why = self.compilation.facts.reason
+        self.beside.learnt = Learnt(why, settled=lasts(why))
         self._remember()
 
     # -- what earlier runs learnt ---------------------------------------------------------------------------------

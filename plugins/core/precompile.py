@@ -17,6 +17,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import textwrap
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -30,6 +31,7 @@ import cloudpickle
 import torch
 from torch import Tensor, nn
 
+from plugins.core.compile import InPlace, first_line
 from plugins.core.shapes import Marker
 
 
@@ -167,7 +169,9 @@ class Worker:
         self.stop()
         if code == 0:
             return "ready"
-        return f"its worker was killed (signal {-code})" if code < 0 else f"its worker failed: {text or code}"
+        if code < 0:
+            return f"its worker was killed (signal {-code})"
+        return f"its worker failed: {text}" if text else "its worker failed without a word"
 
     def stop(self) -> None:
         """End the worker and the compilers that it started."""
@@ -182,7 +186,7 @@ class Worker:
         """The last line that the worker wrote."""
         with contextlib.suppress(OSError):
             lines = (self.folder / "errors").read_text(errors="replace").strip().splitlines()
-            return lines[-1][:200] if lines else ""
+            return textwrap.shorten(lines[-1], 300, placeholder=" …") if lines else ""
         return ""
 
 
@@ -193,8 +197,6 @@ def command() -> list[str]:
 
 def run(job: dict[str, Any]) -> None:
     """In the worker: compile every call of the job, forward and backward."""
-    from plugins.core.compile import InPlace
-
     torch.set_num_threads(job["threads"])
     for call in job["calls"]:
         failed: list[str] = []
@@ -203,7 +205,7 @@ def run(job: dict[str, Any]) -> None:
         with torch.autocast(call.autocast[0], dtype=call.autocast[1]) if call.autocast else nullcontext():
             output = call.module(*made(call.args), **made(call.kwargs))
         if failed:
-            raise RuntimeError(failed[0])
+            sys.exit(failed[0])
         losses = [t.float().sum() for t in _floating(output) if t.requires_grad]
         if losses:
             torch.stack(losses).sum().backward()
@@ -234,10 +236,13 @@ def _die_with(parent: int, seconds: float) -> None:
 
 def main() -> None:
     # The job comes from the process that started this one, and holds code by its nature: modules to compile.
-    with Path(sys.argv[1]).open("rb") as file:
-        job = pickle.load(file)
-    threading.Thread(target=_die_with, args=(os.getppid(), job["seconds"]), daemon=True).start()
-    run(job)
+    try:
+        with Path(sys.argv[1]).open("rb") as file:
+            job = pickle.load(file)
+        threading.Thread(target=_die_with, args=(os.getppid(), job["seconds"]), daemon=True).start()
+        run(job)
+    except Exception as error:
+        sys.exit(first_line(error))  # the last line on stderr is what the run shows
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
-from plugins.core import beside, precompile
+from plugins.core import beside, compilation, precompile
 from plugins.core import plan as planning
 from plugins.core.plan import Plan
 from plugins.core.planfile import PLAN_NAME
@@ -251,6 +251,62 @@ def test_a_killed_worker_is_one_line_and_tried_again_in_the_next_run(
     assert "killed (signal 9)" in one_line(host)
     stand_in(monkeypatch, READY)
     assert run(new_host(host.clock), cache_dir=tmp_path / "cache").plan == COMPILED
+
+
+@pytest.mark.parametrize(
+    ("words", "again"),
+    [
+        ("InductorError: CppCompileError: C++ compile error", True),
+        ("InductorError: OSError: [Errno 28] No space left on device", True),
+        ("", True),
+        ("Unsupported: call of a builtin", False),
+    ],
+)
+def test_only_a_fault_that_lasts_is_not_tried_again(
+    host: Host, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, words: str, again: bool
+) -> None:
+    stand_in(monkeypatch, f"import sys; sys.exit({words!r} or 1)")
+    run(host, cache_dir=tmp_path / "cache")
+    assert (words or "failed without a word") in one_line(host)
+    stand_in(monkeypatch, READY)
+    second = run(new_host(host.clock), cache_dir=tmp_path / "cache")
+    assert second.plan == (COMPILED if again else Plan())
+
+
+def test_a_compiler_that_was_missing_is_looked_for_again(
+    host: Host, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    stand_in(monkeypatch, READY)
+    with monkeypatch.context() as patch:
+        patch.setattr(compilation.compiling, "missing_compiler", lambda *_: "no C++ compiler found")
+        assert "no C++ compiler" in run(host, cache_dir=tmp_path / "cache").beside.learnt.reason
+    assert run(new_host(host.clock), cache_dir=tmp_path / "cache").plan == COMPILED
+
+
+def test_a_folder_for_the_worker_that_cannot_be_made(
+    host: Host, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def full(**_: str) -> str:
+        raise OSError(28, "No space left on device")
+
+    stand_in(monkeypatch, READY)
+    with monkeypatch.context() as patch:
+        patch.setattr(precompile.tempfile, "mkdtemp", full)
+        run(host, cache_dir=tmp_path / "cache")
+    assert "No space left" in one_line(host)
+    assert run(new_host(host.clock), cache_dir=tmp_path / "cache").plan == COMPILED
+
+
+def test_a_workers_error_is_one_line_without_advice(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def broken(job: object) -> None:
+        raise RuntimeError("no such op\n\nSet TORCHDYNAMO_VERBOSE=1 for the internal stack trace")
+
+    (tmp_path / "job").write_bytes(pickle.dumps({"seconds": 600.0}))
+    monkeypatch.setattr(precompile, "run", broken)
+    monkeypatch.setattr(precompile, "_die_with", lambda *_: None)
+    monkeypatch.setattr(sys, "argv", ["", str(tmp_path / "job")])
+    with pytest.raises(SystemExit, match=r"^RuntimeError: no such op$"):
+        precompile.main()
 
 
 def test_a_model_that_cannot_be_pickled_is_one_line(host: Host, tmp_path: Path) -> None:
