@@ -16,6 +16,7 @@ from plugins.config import AccelConfig
 from plugins.core import compile as compiling
 from plugins.core.report import CompileFacts
 from plugins.core.shapes import Marker
+from plugins.core.toolchain import missing_compiler
 from plugins.core.watch import Watch
 
 Takes = Callable[[tuple[Any, ...]], bool]
@@ -68,7 +69,7 @@ class Compilation:
     @cached_property
     def _no_compiler(self) -> str:
         """Looking for a compiler takes a second: only when it is needed."""
-        return compiling.missing_compiler(self.device, self.config.compile_backend)
+        return missing_compiler(self.device, self.config.compile_backend)
 
     @property
     def active(self) -> bool:

@@ -163,25 +163,6 @@ def check_backend(name: str) -> None:
         raise CompileRefused(f"compile_backend={name}: allowed are {', '.join(sorted(known))}")
 
 
-def missing_compiler(device: torch.device, backend: str | Callable[..., Any]) -> str:
-    """Why inductor cannot work here, or an empty string. Found before the first step, not in it."""
-    if backend != "inductor":
-        return ""
-    try:
-        if device.type == "cpu":
-            from torch._inductor.cpp_builder import get_cpp_compiler
-
-            get_cpp_compiler()
-        elif device.type == "cuda":
-            from torch.utils._triton import has_triton
-
-            if not has_triton():
-                return "no working Triton found"
-    except Exception as error:
-        return f"no C++ compiler found: {first_line(error)}"
-    return ""
-
-
 def regions(model: nn.Module, least: int = 2) -> list[nn.Module]:
     """The repeated blocks of a model: `least` or more children of one ModuleList or Sequential that look alike.
 

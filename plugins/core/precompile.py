@@ -33,6 +33,7 @@ from torch import Tensor, nn
 
 from plugins.core.compile import InPlace, first_line
 from plugins.core.shapes import Marker
+from plugins.core.toolchain import end_group
 
 
 @dataclass(frozen=True)
@@ -175,11 +176,7 @@ class Worker:
 
     def stop(self) -> None:
         """End the worker and the compilers that it started."""
-        if self.process.poll() is None:
-            with contextlib.suppress(OSError, AttributeError):  # no process groups on Windows
-                os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.kill()
-            self.process.wait()
+        end_group(self.process)
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _errors(self) -> str:

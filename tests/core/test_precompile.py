@@ -278,7 +278,7 @@ def test_a_compiler_that_was_missing_is_looked_for_again(
 ) -> None:
     stand_in(monkeypatch, READY)
     with monkeypatch.context() as patch:
-        patch.setattr(compilation.compiling, "missing_compiler", lambda *_: "no C++ compiler found")
+        patch.setattr(compilation, "missing_compiler", lambda *_: "no C++ compiler found")
         assert "no C++ compiler" in run(host, cache_dir=tmp_path / "cache").beside.learnt.reason
     assert run(new_host(host.clock), cache_dir=tmp_path / "cache").plan == COMPILED
 
