@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import signal
+import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -235,6 +238,68 @@ def test_a_hanging_compiler_does_not_outlive_the_run(host: Host, monkeypatch: py
     assert "ended before" in host.open.report.compile.reason
 
 
+def test_a_worker_that_is_forgotten_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a notebook, where a cell was interrupted and its names were given to the next run."""
+    stand_in(monkeypatch, HANGS)
+    worker = Worker([], {}, (), 600.0)
+    process, folder = worker.process, worker.folder
+    del worker
+    gc.collect()
+    assert process.poll() == -signal.SIGKILL
+    assert not folder.exists()
+
+
+def test_a_fork_of_the_run_leaves_the_worker_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in(monkeypatch, HANGS)
+    worker = Worker([], {}, (), 600.0)
+    precompile._stop(os.getpid() + 1, worker.process, worker.folder)
+    assert worker.poll() == "running"
+    assert worker.folder.exists()
+    worker.stop()
+
+
+REAL = "import time; from plugins.core import precompile as p; p.run = lambda job: time.sleep(600); p.main()"
+RUN = f"""
+import sys, time, tempfile
+tempfile.tempdir = sys.argv[1]
+from plugins.core import precompile
+precompile.command = lambda: [sys.executable, "-c", {REAL!r}]
+worker = precompile.Worker([], {{}}, (), 600.0)
+print(worker.process.pid, flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("by", [signal.SIGINT, signal.SIGKILL])
+def test_nothing_stays_of_a_worker_whose_run_was_ended(tmp_path: Path, by: signal.Signals) -> None:
+    root = str(Path(precompile.__file__).parents[2])
+    run_ = subprocess.Popen(
+        [sys.executable, "-c", RUN, str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": root},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    assert run_.stdout is not None
+    worker = int(run_.stdout.readline())
+    assert list(tmp_path.iterdir())
+    run_.send_signal(by)
+    run_.wait(timeout=60)
+    until = time.monotonic() + 60
+    while (list(tmp_path.iterdir()) or alive(worker)) and time.monotonic() < until:
+        time.sleep(0.1)
+    assert list(tmp_path.iterdir()) == []
+    assert not alive(worker)
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
 def test_a_crashing_compiler_is_one_line(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in(monkeypatch, CRASHES)
     planner = run(host)
@@ -301,7 +366,7 @@ def test_a_workers_error_is_one_line_without_advice(monkeypatch: pytest.MonkeyPa
     def broken(job: object) -> None:
         raise RuntimeError("no such op\n\nSet TORCHDYNAMO_VERBOSE=1 for the internal stack trace")
 
-    (tmp_path / "job").write_bytes(pickle.dumps({"seconds": 600.0}))
+    (tmp_path / "job").write_bytes(pickle.dumps({"parent": os.getpid(), "seconds": 600.0}))
     monkeypatch.setattr(precompile, "run", broken)
     monkeypatch.setattr(precompile, "_die_with", lambda *_: None)
     monkeypatch.setattr(sys, "argv", ["", str(tmp_path / "job")])
