@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from plugins.core import plan as planning
 from plugins.core.plan import Plan, Timing
+from plugins.errors import AccelError
 
 MATRIX = ("mm", "conv", "attention", "linear", "matmul", "einsum", "lstm", "gru", "rnn")
 UNFUSED_ON_CPU = ("bernoulli", "rand", "clone", "copy", "embedding", "index", "gather", "scatter", "softmax")
@@ -108,6 +109,8 @@ def time_steps(
                 timing.first = taken
                 if taken > hopeless:
                     return None
+    except AccelError:
+        raise
     except Exception as error:  # what fails under the host's own plan comes again in the run's step, as its own error
         short = isinstance(error, torch.OutOfMemoryError)
         warn(f"plan {plan.name}: dropped, {'out of memory' if short else type(error).__name__} in its trial")
