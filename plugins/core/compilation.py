@@ -20,6 +20,7 @@ from plugins.core.toolchain import missing_compiler
 from plugins.core.watch import Watch
 
 Takes = Callable[[tuple[Any, ...]], bool]
+STARTS_EAGER = "compile=auto starts eager"
 OWNED = "the model is compiled already, by its owner"
 
 
@@ -97,7 +98,7 @@ class Compilation:
         compiling.check_backend(self.config.compile_backend)
         modules, scope = self.modules()
         if self.config.compile == "auto":
-            self.facts.reason = OWNED if self.owned else "compile=auto starts eager"
+            self.facts.reason = OWNED if self.owned else STARTS_EAGER
         elif self.impossible:
             self.stay_eager(self.impossible)
         else:

@@ -17,11 +17,12 @@ from statistics import median_high
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from plugins.core import plan as planning
 from plugins.core.beside import Beside, Learnt, Owner, lasts
-from plugins.core.compilation import OWNED, Compilation
+from plugins.core.compilation import OWNED, STARTS_EAGER, Compilation
 from plugins.core.compile import CompileRefused
 from plugins.core.plan import Plan, Timing
 from plugins.core.planfile import Start, Switch, write_switches
@@ -30,6 +31,7 @@ from plugins.core.report import CompileFacts, SpeedFacts
 from plugins.core.trial import Moment, NotFinite, time_steps
 
 PLAIN_STEPS = 3  # of the run's own, after the first, before anything is tried
+RESUMED = "the plan of the run that is resumed"
 UNFIT_BATCHES = 3  # whose loss is not finite, before trials are given up
 
 
@@ -301,9 +303,8 @@ class Planner:
         Nothing is tried again; a run that was saved before it had `measured` does so now. What the settings fix, they
         fix here too; a plan file fixes everything.
         """
-        if measured:
-            self.state = "done"
-            self.reason = "the plan of the run that is resumed"
+        if measured and self.open_fields:
+            self.state, self.reason = "done", RESUMED
         plan = replace(self.plan, **{name: getattr(plan, name) for name in self.open_fields})
         if plan != self.plan:
             self.given = [Switch(update, plan)]
@@ -312,12 +313,28 @@ class Planner:
         """Write the plan, its reasons and every candidate's figures into the report."""
         plan = replace(self.plan, compile="eager") if self._fell else self.plan
         speed.plan, speed.precision, speed.memory_format = plan.name, plan.precision, plan.memory_format
-        speed.reason = self.reason
+        speed.reason = self.reason or self._unmeasured()
         speed.candidates = [timing.as_dict() for timing in self.timings]
         speed.switches = [{"update": s.update, "plan": s.plan.name} for s in self.switches]
         facts.break_even_update = self.beside.break_even
         if self.beside.learnt.reason and not self._fell:
             facts.reason = self.beside.learnt.reason
+        elif facts.reason == STARTS_EAGER and self.state != "compiling":
+            facts.reason = RESUMED if self.reason == RESUMED else self._unmeasured()
+
+    def _unmeasured(self) -> str:
+        """Why it runs as it does, where no measurement says so."""
+        plan = self.compilation.config.plan
+        if isinstance(plan, Path):
+            return f"as plan={plan} says"
+        if plan == "off":
+            return "plan=off measures nothing"
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            return "several ranks measure nothing: they would have to agree on it"
+        if self.state == "timing":
+            asked = self._key or not self._steps
+            return "the run ended before anything was measured" if asked else "the loop asked for no trial"
+        return "there is no other precision or layout to try"
 
     def end(self) -> None:
         self.beside.end()

@@ -10,9 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from plugins.core import plan as planning
 from plugins.core import planner as planner_module
+from plugins.core import session
 from plugins.core.checkpoint import set_random_state
 from plugins.core.plan import Plan
 from plugins.core.planfile import PLAN_NAME, Switch, write_switches
@@ -357,6 +359,47 @@ def test_resume_at_a_switch_of_the_file_makes_it(clock: Clock, tmp_path: Path) -
     second.run(UPDATES, first=6)
     assert again.planner.plan == Plan("bf16", "channels_last")
     assert same(snapshot(second.model), snapshot(whole.model))
+
+
+# -- reasons in the report ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("updates", [1, 3])
+def test_a_run_that_ended_early_says_so(clock: Clock, updates: int) -> None:
+    report = Host(clock, by_name(), Blocks, (4, 6)).run(updates, compile="auto").report
+    assert report.speed.reason == report.compile.reason == "the run ended before anything was measured"
+
+
+def test_a_run_that_is_not_asked_for_trials_says_so(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session.Session, "plan_window", lambda *_: None)
+    report = Host(clock, by_name(), Blocks, (4, 6)).run(UPDATES, compile="auto").report
+    assert report.speed.reason == report.compile.reason == "the loop asked for no trial"
+
+
+def test_the_plan_setting_is_the_reason(clock: Clock, tmp_path: Path) -> None:
+    path = write_switches(tmp_path, Plan(), [Switch(2, Plan(compile="regional"))])
+    options = {"compile": "auto", "compile_backend": "eager"}
+    for plan, words in ((path, f"as plan={path} says"), ("off", "plan=off measures nothing")):
+        report = Host(clock, by_name(), Blocks, (4, 6)).run(5, plan=plan, **options).report
+        assert report.speed.reason == report.compile.reason == words
+        assert report.compile.decision == ("eager" if plan == "off" else "regional")
+
+
+def test_several_ranks_are_the_reason(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    host = Host(clock, by_name(), Blocks, (4, 6))
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    held = host.session(compile="auto")
+    held.planner.sum_up(held.report.speed, held.report.compile)
+    assert held.report.speed.reason.startswith("several ranks")
+    assert held.report.compile.reason.startswith("several ranks")
+    held.compilation.end()
+
+
+def test_where_only_compile_is_open_there_is_no_layout_to_try(clock: Clock) -> None:
+    report = Host(clock, by_name(), Blocks, (4, 6)).run(UPDATES, of=40, compile="auto", precision="fp32").report
+    assert report.speed.reason == "there is no other precision or layout to try"
+    assert "pays in a run of" in report.compile.reason
 
 
 # -- windows ------------------------------------------------------------------------------------------------------
