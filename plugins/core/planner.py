@@ -248,6 +248,7 @@ class Planner:
         with self.owner.untouched():
             plain = best = self._time(moment, self.plan, warm=False)
             if plain is not None and not math.isfinite(plain.loss):
+                self.timings.clear()
                 raise NotFinite
             for candidate in tried:
                 if plain is None or best is None:

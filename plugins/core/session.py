@@ -148,8 +148,8 @@ class Session:
     def untouched(self) -> Iterator[None]:
         """What runs inside leaves no trace: window, buffers, gradients, random state.
 
-        Those of the model and its optimizer, and the global generators: what a loss keeps to itself is not known here
-        (a generator or BatchNorm of its own, a counter that is a plain attribute) and moves with every trial.
+        Those of the model and its optimizer, and the global generators. What a model or a loss keeps elsewhere is not
+        known here, and moves with every trial: a criterion's BatchNorm, a generator of its own, a plain attribute.
         """
         state, self._trying = checkpoint.random_state(), True
         try:

@@ -100,6 +100,7 @@ def test_batches_whose_loss_is_not_finite_decide_nothing(clock: Clock, tmp_path:
 
     planner = host.run(UPDATES, each=each, cache_dir=tmp_path).planner
     assert not any("dropped" in line for line in host.said)
+    assert len(names(host)) == (4 if bad < planner_module.UNFIT_BATCHES else 0)
     if bad < planner_module.UNFIT_BATCHES:
         assert planner.switches == [Switch(first + bad, BOTH_PLAN)]
     else:
