@@ -28,9 +28,9 @@ def doctor() -> None:
     """Say what was found here: versions, devices, precision, compiler."""
     import torch
 
-    from plugins.core.compile import missing_compiler
     from plugins.core.precision import bf16_is_fast
     from plugins.core.report import versions
+    from plugins.core.toolchain import missing_compiler
 
     table = Table("found", "")
     for name, found in versions("ultralytics", "transformers", "accelerate", "datasets", "easyocr").items():

@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from numbers import Real
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -38,6 +39,7 @@ from plugins.core.update import Outcome
 from plugins.errors import AccelError
 
 SCHEMA = 1
+ENDLESS = 100_000  # micro-batches that a loop without an end is taken to have left: a hanging compile must end too
 
 
 class Accelerated:
@@ -125,7 +127,7 @@ class Accelerated:
         """Of autocast, as it is in force; None in fp32."""
         return self.layout.dtype
 
-    def plan(self, loss: Callable[[], Tensor], left: int, shape: Iterable[int]) -> None:
+    def plan(self, loss: Callable[[], Tensor], left: float, shape: Iterable[int]) -> None:
         """Let what is `auto` be measured (without `planned`: compile alone); call it before the forward of every
         micro-batch, outside autocast.
 
@@ -134,12 +136,13 @@ class Accelerated:
         Args:
             loss: forward and loss of the micro-batch at hand; runs in autocast, possibly several times. It takes its
                 inputs through `moved`, so that they have the layout that is tried.
-            left: micro-batches still to come, this one included.
+            left: micro-batches still to come, this one included; math.inf where the loader has no end.
             shape: of the input, [B, ...].
         """
+        if not isinstance(left, Real) or math.isnan(left):
+            raise AccelError(f"plan: left={left!r}: expected the micro-batches still to come, or math.inf")
         if self.session.window.empty and self.session.planner.waits:
-            self.session.statistics.keep()
-            self.session.plan_window(self.layout.at(loss), left, shape)
+            self.session.plan_window(self.layout.at(loss), int(max(min(left, ENDLESS), 0)), shape)
 
     @contextmanager
     def forward(self, *inputs: Tensor, padding: int = 0) -> Iterator[Any]:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 from functools import partial
+from numbers import Real
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
@@ -40,14 +43,14 @@ def clock(monkeypatch):
 class Loop:
     """A run of a net with BatchNorm and dropout, over a shuffled loader; a step takes as long as `seconds` says."""
 
-    def __init__(self, clock, seconds=BOTH_WIN, planned=True, model=Net, shape=(3, 8, 8), **options):
+    def __init__(self, clock, seconds=BOTH_WIN, planned=True, model=Net, shape=(3, 8, 8), left=OF, **options):
         torch.manual_seed(0)
         self.clock, self.costs, self.losses = clock, by_name(**seconds), 0
         draw = torch.Generator().manual_seed(5)
         images, labels = torch.rand(28, *shape, generator=draw), torch.randint(2, (28,), generator=draw)
         self.loader = DataLoader(TensorDataset(images, labels), 4, shuffle=True)  # its order is of the run's own draws
         self.model = model()
-        self.done = 0
+        self.done, self.left, self.given = 0, left, self.loss
         settings = {"precision": "auto", "compile": "off", "ema": 0.9, **options}
         self.accel = Accelerated(
             self.model,
@@ -73,7 +76,8 @@ class Loop:
         return self
 
     def step(self, images, labels):
-        self.accel.plan(partial(self.loss, images, labels), OF - self.done, images.shape)
+        left = self.left - self.done if isinstance(self.left, Real) else self.left
+        self.accel.plan(partial(self.given, images, labels), left, images.shape)
         with self.accel.forward(images):
             loss = self.loss(images, labels)
         self.accel.backward(loss, weight=len(images))
@@ -224,6 +228,38 @@ def test_fp16_is_for_devices_that_scale_it(clock, tmp_path):
     for options in ({"precision": "fp16"}, {"plan": path}):
         with pytest.raises(AccelError, match="precision=fp16: not on a CPU"):
             Loop(clock, **options)
+
+
+@pytest.mark.parametrize("left", [math.inf, 1e30, np.int64(OF), 1000.5])
+def test_a_loop_without_an_end_is_long(clock, left):
+    loop = Loop(clock, left=left).run()
+    assert loop.planner.plan == BOTH
+
+
+def test_an_endless_loop_may_compile(clock, monkeypatch):
+    monkeypatch.setattr(planning, "bf16_is_fast", lambda device: False)
+    monkeypatch.setattr(beside, "fusable_share", lambda trial, *rest: 0.5 if trial.loss() is not None else 0)
+    monkeypatch.setattr(beside.memory, "room_for_worker", lambda device: False)
+    options = {"compile": "auto", "compile_backend": "eager", "precision": "host"}
+    loop = Loop(clock, {"compiled": 0.5}, model=Blocks, shape=(6,), left=math.inf, **options).run()
+    assert loop.planner.plan.compile == "regional"
+    loop.accel.end()
+
+
+@pytest.mark.parametrize("left", [math.nan, None, "many", "12"])
+def test_left_that_is_no_number_is_one_line(clock, left):
+    with pytest.raises(AccelError, match=r"plan: left=.* expected the micro-batches"):
+        Loop(clock, left=left).run()
+
+
+@pytest.mark.parametrize("options", [{}, {"model": Blocks, "shape": (6,), "compile": "auto", "precision": "host"}])
+def test_a_loss_function_that_returns_no_loss_is_one_line(clock, monkeypatch, options):
+    loop = Loop(clock, **options)
+    loop.given = lambda images, labels: None
+    with pytest.raises(AccelError, match="the loss function returned NoneType"):
+        loop.run()
+    assert all(m._compiled_call_impl is None for m in loop.model.modules())
+    loop.accel.end()
 
 
 def test_the_report_names_the_plan(clock, tmp_path):

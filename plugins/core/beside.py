@@ -7,9 +7,9 @@ in the run. Both show a progress line.
 
 from __future__ import annotations
 
+import math
 import os
 import time
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
@@ -19,10 +19,10 @@ import torch
 from plugins.core import memory
 from plugins.core import plan as planning
 from plugins.core.compilation import Compilation
-from plugins.core.compile import CUDA_GRAPH_MODES
+from plugins.core.compile import CUDA_GRAPH_MODES, first_line
 from plugins.core.plan import Plan, Timing
 from plugins.core.precompile import Captured, Worker
-from plugins.core.trial import Moment, fusable_share
+from plugins.core.trial import Moment, NotFinite, fusable_share, time_steps
 
 
 class Owner(Protocol):
@@ -64,7 +64,12 @@ def has_spare_core(device: torch.device) -> bool:
 
 
 POLL_SECONDS = 0.05
-Judge = Callable[..., Timing | None]
+PASSING = ("CppCompileError", "Errno", "MemoryError", "out of memory", "killed", "Killed", "its worker failed without")
+
+
+def lasts(fault: str) -> bool:
+    """Whether a compile would fail so again: a full disk, a broken C++ compiler or an ended process may be mended."""
+    return not any(words in fault for words in PASSING)
 
 
 class Beside:
@@ -75,7 +80,9 @@ class Beside:
         self.learnt = Learnt()
         self.break_even: int | None = None
         self.scope = ""
+        self.timings: list[Timing] = []
         self._worker: Worker | None = None
+        self._worked = 0.0  # seconds, of a worker that is done
         self._waits = False
 
     def begin(self, moment: Moment, plan: Plan, step_seconds: float) -> bool:
@@ -88,7 +95,7 @@ class Beside:
         if why := self._too_short(cost, 1.0 if learnt.fusable is None else learnt.fusable, moment, step_seconds):
             return self._refuse(why)
         if why := self.compilation.impossible:
-            return self._refuse(why, settled=True)
+            return self._refuse(why)
         with self.owner.untouched(), Captured(modules, self.compilation.takes) as captured:
             learnt.fusable = fusable_share(moment.trial, device, self.owner.clear_gradients)
         if why := self._too_short(cost, learnt.fusable, moment, step_seconds):
@@ -106,9 +113,9 @@ class Beside:
                     captured.calls, self.compilation.arguments(self.scope), self.compilation.dims, budget
                 )
         except Exception as error:
-            why = f"the model cannot be handed to a compile worker ({type(error).__name__}: {str(error)[:100]})"
+            why = f"the model cannot be handed to a compile worker ({first_line(error)})"
             self.owner.warn(f"compile: {why}; the run goes on eagerly")
-            return self._refuse(why, settled=True)
+            return self._refuse(why)
         how = "the run waits" if self._waits else "beside the run"
         self.owner.progress(f"compiling {self.scope}, {how}, for at most {budget:.0f} s")
         return True
@@ -119,47 +126,65 @@ class Beside:
         while self._worker is not None and self._waits and standing == "running":
             time.sleep(POLL_SECONDS)
             standing = self._worker.poll()
+        if standing == "ready" and self._worker is not None:
+            self._worked, self._worker = self._worker.seconds, None
         if standing in ("running", "ready"):
             return standing
         worker, self._worker = self._worker, None
         assert worker is not None
         if worker.seconds > worker.budget:
             self.learnt.given_up_seconds = worker.budget
-        self._refuse(f"given up: {standing}", settled="failed" in standing)
+        self._refuse(f"given up: {standing}", settled="failed" in standing and lasts(standing))
         self.owner.warn(f"compile: given up: {standing}; the run goes on eagerly")
         return "failed"
 
-    def judge(self, moment: Moment, plan: Plan, time_plan: Judge) -> Plan | None:
+    def judge(self, moment: Moment, plan: Plan) -> Plan | None:
         """Time the plan in force and its compiled twin on the batch at hand; the twin, if it wins, is left in force.
 
-        `time_plan(moment, plan, repeats, warm)` times one plan.
+        A step of one and a step of the other in turn: the machine's other work then slows both alike.
+
+        Raises:
+            NotFinite: this batch judges nothing; `judge` again on another.
         """
-        learnt, worker, self._worker = self.learnt, self._worker, None
-        twin, repeats = replace(plan, compile=self.scope), planning.repeats(moment.left)
+        learnt, ready = self.learnt, True
+        plain, compiled = Timing(plan), Timing(replace(plan, compile=self.scope))
         with self.owner.untouched():
-            plain = time_plan(moment, plan, repeats, warm=False)
+            ready = self._step(moment, plain, warm=True)
+            if ready and not math.isfinite(plain.loss):
+                raise NotFinite
             self.compilation.install(*self.compilation.modules(self.scope))
-            compiled = time_plan(moment, twin, repeats)
-        if plain is None or compiled is None or not self.compilation.active:
+            ready = ready and self._step(moment, compiled, warm=True)
+            for _ in range(planning.repeats(moment.left)):
+                with self.compilation.paused():
+                    ready = ready and self._step(moment, plain)
+                ready = ready and self._step(moment, compiled)
+        self.timings = [timing for timing in (plain, compiled) if timing.seconds]
+        if not ready or not self.compilation.active:
             why = self.compilation.facts.reason if not self.compilation.active else "its trial failed"
             self.compilation.undo()
-            self._refuse(why, settled=True)
+            self._refuse(why, settled=lasts(why))
             return None
-        ready = max(compiled.first - compiled.middle, 0.0)
-        learnt.cold_seconds, learnt.warm_seconds = (worker.seconds, ready) if worker is not None else (ready, 0.0)
+        warm = max(compiled.first - compiled.middle, 0.0)
+        learnt.cold_seconds, learnt.warm_seconds = (self._worked, warm) if self._worked else (warm, 0.0)
         learnt.saved_seconds, learnt.settled = max(plain.middle - compiled.middle, 0.0), True
         figures = f"{compiled.middle:.3g} s a step, eager {plain.middle:.3g} s"
         if compiled.agrees(plain) and compiled.beats(plain):
             cost = learnt.cold_seconds + learnt.warm_seconds
             self.break_even = planning.break_even(cost, plain.middle, compiled.middle, moment.update, moment.size)
-            how = "beside the run" if worker is not None and not self._waits else "for which the run waited"
+            how = "beside the run" if self._worked and not self._waits else "for which the run waited"
             learnt.reason = f"{figures}; ready after {learnt.cold_seconds:.1f} s {how}"
-            return twin
+            return compiled.plan
         self.compilation.undo()
-        if not compiled.agrees(plain):
-            self.owner.warn(f"plan {twin.name}: dropped, its loss {compiled.loss:.6g} is not {plain.loss:.6g}")
         learnt.reason = f"it does not win: {figures}"
+        if not compiled.agrees(plain):
+            learnt.reason = f"dropped, its loss {compiled.loss:.6g} is not {plain.loss:.6g}"
+            self.owner.warn(f"plan {compiled.plan.name}: {learnt.reason}")
         return None
+
+    def _step(self, moment: Moment, timing: Timing, warm: bool = False) -> bool:
+        """One more step of a plan, counted unless it warms up; False where it fails."""
+        clear, warn, repeats = self.owner.clear_gradients, self.owner.warn, 0 if warm else 1
+        return time_steps(moment.trial, timing.plan, self.device, clear, warn, repeats, warm, into=timing) is not None
 
     def end(self) -> None:
         if self._worker is not None:

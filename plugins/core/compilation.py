@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import cached_property
+from types import NoneType
 from typing import Any
 
 import torch
@@ -14,9 +16,12 @@ from plugins.config import AccelConfig
 from plugins.core import compile as compiling
 from plugins.core.report import CompileFacts
 from plugins.core.shapes import Marker
+from plugins.core.toolchain import missing_compiler
 from plugins.core.watch import Watch
 
 Takes = Callable[[tuple[Any, ...]], bool]
+STARTS_EAGER = "compile=auto starts eager"
+OWNED = "the model is compiled already, by its owner"
 
 
 class Compilation:
@@ -48,10 +53,24 @@ class Compilation:
         facts.budget, facts.mode = config.recompile_budget, config.compile_mode
         self.watch.start()
 
-    @cached_property
+    @property
     def impossible(self) -> str:
-        """Why nothing can be compiled here, or empty. Looking for a compiler takes a second: only when it is needed."""
-        return self._impossible or compiling.missing_compiler(self.device, self.config.compile_backend)
+        """Why nothing can be compiled here, or empty."""
+        return self._impossible or (OWNED if self.owned else self._no_compiler)
+
+    @property
+    def owned(self) -> bool:
+        """Whether the model's owner compiled it, or a part of it: that stays as it is."""
+        return any(
+            isinstance(m, torch._dynamo.OptimizedModule)
+            or not isinstance(m._compiled_call_impl, (compiling.InPlace, NoneType))
+            for m in self.model.modules()
+        )
+
+    @cached_property
+    def _no_compiler(self) -> str:
+        """Looking for a compiler takes a second: only when it is needed."""
+        return missing_compiler(self.device, self.config.compile_backend)
 
     @property
     def active(self) -> bool:
@@ -79,7 +98,7 @@ class Compilation:
         compiling.check_backend(self.config.compile_backend)
         modules, scope = self.modules()
         if self.config.compile == "auto":
-            self.facts.reason = "compile=auto starts eager"
+            self.facts.reason = OWNED if self.owned else STARTS_EAGER
         elif self.impossible:
             self.stay_eager(self.impossible)
         else:
@@ -111,12 +130,24 @@ class Compilation:
         self.parts.clear()
         self.facts.decision = "eager"
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Calls run eagerly inside, and add no graph."""
+        held = [part for part in self.parts if part.active]
+        for part in held:
+            part.active = False
+        try:
+            yield
+        finally:
+            for part in held:
+                part.active = True
+
     def stay_eager(self, reason: str) -> None:
         """An error of the compiler, or the budget: one warning, and the run goes on eagerly."""
         for part in self.parts:
             part.undo()
         self.facts.decision, self.facts.reason = "eager", reason
-        self.warn(f"compile: {reason}; the run goes on eagerly")
+        self.warn(f"compile: {reason}; the run goes on {'as it is' if self.owned else 'eagerly'}")
 
     def hold_budget(self, update: int) -> None:
         """At a window's close: note new graphs, and go back to eager where the budget is passed."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copyreg
 import fnmatch
 import logging
+import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -24,6 +25,7 @@ from plugins.core.batchnorm import Statistics
 from plugins.core.shapes import Marker
 
 TRUSTED_CPU = "cpp.vec_isa_ok"
+ADVICE = ("Set TORCH", "For even more developer context", "You can suppress")
 CUDA_GRAPH_MODES = ("reduce-overhead", "max-autotune")
 
 
@@ -105,7 +107,7 @@ class InPlace:
                     self._compiled = self._build()  # a compiler too old for this CPU: let torch find out what it can
                     continue
                 self.undo()
-                self.give_up(_first_line(error))
+                self.give_up(first_line(error))
                 # A mistake that is not the compiler's comes again here, as the host's own error.
                 return self.module._call_impl(*args, **kwargs)
 
@@ -159,25 +161,6 @@ def check_backend(name: str) -> None:
     known = torch._dynamo.list_backends(exclude_tags=())
     if name not in known:
         raise CompileRefused(f"compile_backend={name}: allowed are {', '.join(sorted(known))}")
-
-
-def missing_compiler(device: torch.device, backend: str | Callable[..., Any]) -> str:
-    """Why inductor cannot work here, or an empty string. Found before the first step, not in it."""
-    if backend != "inductor":
-        return ""
-    try:
-        if device.type == "cpu":
-            from torch._inductor.cpp_builder import get_cpp_compiler
-
-            get_cpp_compiler()
-        elif device.type == "cuda":
-            from torch.utils._triton import has_triton
-
-            if not has_triton():
-                return "no working Triton found"
-    except Exception as error:
-        return f"no C++ compiler found: {_first_line(error)}"
-    return ""
 
 
 def regions(model: nn.Module, least: int = 2) -> list[nn.Module]:
@@ -275,6 +258,7 @@ def _is_out_of_memory(error: Exception) -> bool:
     return isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error).lower()
 
 
-def _first_line(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {' '.join(lines[:2])}"[:300]
+def first_line(error: Exception) -> str:
+    """An error's kind and what it says first, in one line of whole words, without torch's advice on logs."""
+    lines = [line for line in str(error).splitlines() if line.strip() and not line.startswith(ADVICE)]
+    return textwrap.shorten(f"{type(error).__name__}: {' '.join(lines[:2])}", 300, placeholder=" …")

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from plugins.errors import AccelError
+
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -60,7 +62,10 @@ class Layout:
 
     def loss(self) -> Tensor:
         with self.autocast():
-            return self._loss()
+            value = self._loss()
+        if not isinstance(value, Tensor):
+            raise AccelError(f"plan: the loss function returned {type(value).__name__}; it has to return the loss")
+        return value
 
     def bare(self) -> AbstractContextManager[None]:
         return nullcontext()

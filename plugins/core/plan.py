@@ -112,7 +112,7 @@ class Timing:
             "step_seconds_median": self.middle,
             "spread_seconds": self.spread,
             "first_step_seconds": self.first or None,
-            "loss": self.loss,
+            "loss": self.loss if math.isfinite(self.loss) else None,  # JSON has no NaN
         }
 
 

@@ -2,7 +2,7 @@
 
 It is asked at the start of every window, before the forward, with nothing accumulated yet. First the run's own steps
 are timed, which costs nothing. Then layouts and precisions are tried on the batch at hand, forward and backward only:
-weights and optimizer are never touched, BatchNorm statistics, gradients and random state are put back. A compile
+weights and optimizer are never touched, buffers, gradients and random state are put back. A compile
 happens in a worker beside the run, which changes over when the code is ready, if it then wins on the batch at hand.
 """
 
@@ -17,19 +17,22 @@ from statistics import median_high
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from plugins.core import plan as planning
-from plugins.core.beside import Beside, Learnt, Owner
-from plugins.core.compilation import Compilation
+from plugins.core.beside import Beside, Learnt, Owner, lasts
+from plugins.core.compilation import OWNED, STARTS_EAGER, Compilation
 from plugins.core.compile import CompileRefused
 from plugins.core.plan import Plan, Timing
 from plugins.core.planfile import Start, Switch, write_switches
 from plugins.core.remember import Memory, fingerprint
 from plugins.core.report import CompileFacts, SpeedFacts
-from plugins.core.trial import Moment, time_steps
+from plugins.core.trial import Moment, NotFinite, time_steps
 
 PLAIN_STEPS = 3  # of the run's own, after the first, before anything is tried
+RESUMED = "the plan of the run that is resumed"
+UNFIT_BATCHES = 3  # whose loss is not finite, before trials are given up
 
 
 class Planner:
@@ -55,7 +58,7 @@ class Planner:
         self.open_fields = start.open_fields
         self.memory = memory if start.open_fields else None
         self.beside = Beside(owner, device, compilation)
-        self.given = list(start.switches)
+        self.given = [self._allowed(switch) for switch in start.switches]
         self.switches: list[Switch] = []
         self.timings: list[Timing] = []
         self.state = "timing" if start.open_fields else "done"
@@ -64,9 +67,11 @@ class Planner:
         self._tried = 0  # layouts
         self._layout_known = False
         self._plain: deque[float] = deque(maxlen=16)
-        self._steps = 0
+        self._steps = self._unfit = 0
         self._key = ""
         self._recalled_step = 0.0  # seconds
+        if compilation.owned:  # a candidate would be compiled anew, by the owner's way, in the run itself
+            self.measure_nothing(OWNED)
 
     # -- the run's own steps --------------------------------------------------------------------------------------
 
@@ -95,12 +100,21 @@ class Planner:
         if self.state == "timing" and not self._key:
             self._key = fingerprint(self.model, self._bounded(moment.shape), self.device, self._settings())
             self._recall(moment)
-        if self.state == "timing" and len(self._plain) >= PLAIN_STEPS:
-            if not self._layout_known:
-                self._try_layouts(moment)
-            self._begin_compile(moment)
-        if self.state == "compiling":
-            self._change_over(moment)
+        try:
+            if self.state == "timing" and len(self._plain) >= PLAIN_STEPS:
+                if not self._layout_known:
+                    self._try_layouts(moment)
+                self._begin_compile(moment)
+            if self.state == "compiling":
+                self._change_over(moment)
+        except NotFinite:
+            self._put_off()
+
+    def _put_off(self) -> None:
+        """Another batch may do; after a few, nothing is tried, and nothing of it is remembered."""
+        self._unfit += 1
+        if self._unfit == UNFIT_BATCHES:
+            self.measure_nothing(f"the loss was not finite on {self._unfit} batches")
 
     def due(self, update: int) -> Plan:
         """What is to run at this update by the switches that were given."""
@@ -115,12 +129,21 @@ class Planner:
             self.compilation.modules()[0], self.device, self.plan.precision
         )
 
+    def _allowed(self, switch: Switch) -> Switch:
+        """A plan file compiles nothing at `compile=off`."""
+        if switch.plan.compile == "eager" or self.compilation.config.compile != "off":
+            return switch
+        self.compilation.facts.reason = "compile=off, which a plan file does not overrule"
+        return replace(switch, plan=replace(switch.plan, compile="eager"))
+
     def measure_nothing(self, why: str) -> None:
-        """The host cannot run a trial; switches that were given are made all the same."""
-        if self.state != "done":
-            self.state, self.reason = "done", f"no trial: {why}"
-            if "compile" in self.open_fields:
-                self.beside.learnt.reason = self.reason
+        """No trial from now on; switches that were given are made all the same."""
+        if self.state == "timing":
+            self.reason = f"no trial: {why}"
+        if self.state != "done" and "compile" in self.open_fields:
+            self.beside.end()
+            self.beside.learnt.reason = f"no trial: {why}"
+        self.state = "done"
 
     def _switch(self, moment: Moment, plan: Plan) -> None:
         """Run this plan from now on; without its compile, where that cannot be."""
@@ -149,7 +172,8 @@ class Planner:
 
     def _fall(self, moment: Moment) -> None:
         self._now_runs(moment.update, replace(self.plan, compile="eager"))
-        self.beside.learnt = Learnt(self.compilation.facts.reason, settled=True)
+        why = self.compilation.facts.reason
+        self.beside.learnt = Learnt(why, settled=lasts(why))
         self._remember()
 
     # -- what earlier runs learnt ---------------------------------------------------------------------------------
@@ -236,6 +260,9 @@ class Planner:
         self._tried = len(tried)
         with self.owner.untouched():
             plain = best = self._time(moment, self.plan, warm=False)
+            if plain is not None and not math.isfinite(plain.loss):
+                self.timings.clear()
+                raise NotFinite
             for candidate in tried:
                 if plain is None or best is None:
                     break
@@ -256,16 +283,9 @@ class Planner:
         self._switch(moment, best.plan)
         self._plain = deque([s * best.middle / plain.middle for s in self._plain], maxlen=16)
 
-    def _time(
-        self,
-        moment: Moment,
-        plan: Plan,
-        repeats: int = planning.REPEATS,
-        warm: bool = True,
-        hopeless: float = math.inf,
-    ) -> Timing | None:
-        clear = self.owner.clear_gradients
-        timing = time_steps(moment.trial, plan, self.device, clear, self.owner.warn, repeats, warm, hopeless)
+    def _time(self, moment: Moment, plan: Plan, warm: bool = True, hopeless: float = math.inf) -> Timing | None:
+        clear, warn = self.owner.clear_gradients, self.owner.warn
+        timing = time_steps(moment.trial, plan, self.device, clear, warn, warm=warm, hopeless=hopeless)
         if timing is not None:
             self.timings.append(timing)
         return timing
@@ -283,9 +303,10 @@ class Planner:
         standing = self.beside.poll()
         if standing == "running":
             return
-        self.state = "done"
-        if standing == "ready" and (twin := self.beside.judge(moment, self.plan, self._time)) is not None:
+        if standing == "ready" and (twin := self.beside.judge(moment, self.plan)) is not None:
             self._now_runs(moment.update, twin)
+        self.state = "done"
+        self.timings += self.beside.timings
         self._remember()
 
     # -- a run's end and its going on -----------------------------------------------------------------------------
@@ -296,9 +317,8 @@ class Planner:
         Nothing is tried again; a run that was saved before it had `measured` does so now. What the settings fix, they
         fix here too; a plan file fixes everything.
         """
-        if measured:
-            self.state = "done"
-            self.reason = "the plan of the run that is resumed"
+        if measured and self.open_fields:
+            self.state, self.reason = "done", RESUMED
         plan = replace(self.plan, **{name: getattr(plan, name) for name in self.open_fields})
         if plan != self.plan:
             self.given = [Switch(update, plan)]
@@ -307,12 +327,28 @@ class Planner:
         """Write the plan, its reasons and every candidate's figures into the report."""
         plan = replace(self.plan, compile="eager") if self._fell else self.plan
         speed.plan, speed.precision, speed.memory_format = plan.name, plan.precision, plan.memory_format
-        speed.reason = self.reason
+        speed.reason = self.reason or self._unmeasured()
         speed.candidates = [timing.as_dict() for timing in self.timings]
         speed.switches = [{"update": s.update, "plan": s.plan.name} for s in self.switches]
         facts.break_even_update = self.beside.break_even
         if self.beside.learnt.reason and not self._fell:
             facts.reason = self.beside.learnt.reason
+        elif facts.reason == STARTS_EAGER and self.state != "compiling":
+            facts.reason = RESUMED if self.reason == RESUMED else self._unmeasured()
+
+    def _unmeasured(self) -> str:
+        """Why it runs as it does, where no measurement says so."""
+        plan = self.compilation.config.plan
+        if isinstance(plan, Path):
+            return f"as plan={plan} says"
+        if plan == "off":
+            return "plan=off measures nothing"
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            return "several ranks measure nothing: they would have to agree on it"
+        if self.state == "timing":
+            asked = self._key or not self._steps
+            return "the run ended before anything was measured" if asked else "the loop asked for no trial"
+        return "there is no other precision or layout to try"
 
     def end(self) -> None:
         self.beside.end()

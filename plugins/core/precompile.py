@@ -17,8 +17,10 @@ import signal
 import subprocess
 import sys
 import tempfile
+import textwrap
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -30,7 +32,9 @@ import cloudpickle
 import torch
 from torch import Tensor, nn
 
+from plugins.core.compile import InPlace, first_line
 from plugins.core.shapes import Marker
+from plugins.core.toolchain import end_group
 
 
 @dataclass(frozen=True)
@@ -130,6 +134,7 @@ class Worker:
             "arguments": arguments,
             "dims": tuple(dims),
             "threads": torch.get_num_threads(),
+            "parent": os.getpid(),
             "seconds": 2 * budget_seconds,
         }
         self.folder = Path(tempfile.mkdtemp(prefix="accel-compile-"))
@@ -150,6 +155,8 @@ class Worker:
         except BaseException:
             shutil.rmtree(self.folder, ignore_errors=True)
             raise
+        # Also where nobody calls it: at Ctrl-C, at the interpreter's end, and once an interrupted cell is forgotten.
+        self.stop = weakref.finalize(self, _stop, os.getpid(), self.process, self.folder)
 
     @property
     def seconds(self) -> float:
@@ -167,23 +174,23 @@ class Worker:
         self.stop()
         if code == 0:
             return "ready"
-        return f"its worker was killed (signal {-code})" if code < 0 else f"its worker failed: {text or code}"
-
-    def stop(self) -> None:
-        """End the worker and the compilers that it started."""
-        if self.process.poll() is None:
-            with contextlib.suppress(OSError, AttributeError):  # no process groups on Windows
-                os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.kill()
-            self.process.wait()
-        shutil.rmtree(self.folder, ignore_errors=True)
+        if code < 0:
+            return f"its worker was killed (signal {-code})"
+        return f"its worker failed: {text}" if text else "its worker failed without a word"
 
     def _errors(self) -> str:
         """The last line that the worker wrote."""
         with contextlib.suppress(OSError):
             lines = (self.folder / "errors").read_text(errors="replace").strip().splitlines()
-            return lines[-1][:200] if lines else ""
+            return textwrap.shorten(lines[-1], 300, placeholder=" …") if lines else ""
         return ""
+
+
+def _stop(owner: int, process: subprocess.Popen[bytes], folder: Path) -> None:
+    """End the worker and the compilers that it started; a fork of the run, such as a loader's, leaves them alone."""
+    if os.getpid() == owner:
+        end_group(process)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def command() -> list[str]:
@@ -193,8 +200,6 @@ def command() -> list[str]:
 
 def run(job: dict[str, Any]) -> None:
     """In the worker: compile every call of the job, forward and backward."""
-    from plugins.core.compile import InPlace
-
     torch.set_num_threads(job["threads"])
     for call in job["calls"]:
         failed: list[str] = []
@@ -203,7 +208,7 @@ def run(job: dict[str, Any]) -> None:
         with torch.autocast(call.autocast[0], dtype=call.autocast[1]) if call.autocast else nullcontext():
             output = call.module(*made(call.args), **made(call.kwargs))
         if failed:
-            raise RuntimeError(failed[0])
+            sys.exit(failed[0])
         losses = [t.float().sum() for t in _floating(output) if t.requires_grad]
         if losses:
             torch.stack(losses).sum().backward()
@@ -224,20 +229,26 @@ def _floating(value: Any) -> list[Tensor]:
     return [t for item in value for t in _floating(item)] if isinstance(value, (list, tuple)) else []
 
 
-def _die_with(parent: int, seconds: float) -> None:
-    """End this process and its compilers when the run is gone, or forgot it."""
+def _die_with(parent: int, seconds: float, folder: Path) -> None:
+    """End this process, its compilers and its folder when the run is gone, or forgot it."""
     until = time.monotonic() + seconds
     while os.getppid() == parent and time.monotonic() < until:
         time.sleep(1)
+    shutil.rmtree(folder, ignore_errors=True)
     os.killpg(0, signal.SIGKILL)
 
 
 def main() -> None:
     # The job comes from the process that started this one, and holds code by its nature: modules to compile.
-    with Path(sys.argv[1]).open("rb") as file:
-        job = pickle.load(file)
-    threading.Thread(target=_die_with, args=(os.getppid(), job["seconds"]), daemon=True).start()
-    run(job)
+    path = Path(sys.argv[1])
+    try:
+        with path.open("rb") as file:
+            job = pickle.load(file)
+        watch = (job["parent"], job["seconds"], path.parent)
+        threading.Thread(target=_die_with, args=watch, daemon=True).start()
+        run(job)
+    except Exception as error:
+        sys.exit(first_line(error))  # the last line on stderr is what the run shows
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from plugins.core.planner import Planner
 from plugins.core.remember import Memory, default_folder
 from plugins.core.report import Series
 from plugins.core.state import put_back, state_of
-from plugins.core.trial import Moment, Trial
+from plugins.core.trial import Moment, Trial, buffers_kept
 from plugins.core.update import NonFiniteGradient, Outcome, Update
 from plugins.core.watch import Watch
 from plugins.core.window import ALL, Term, Window
@@ -146,18 +146,28 @@ class Session:
 
     @contextmanager
     def untouched(self) -> Iterator[None]:
-        """What runs inside leaves no trace: window, BatchNorm statistics, gradients, random state."""
+        """What runs inside leaves no trace: window, buffers, gradients, random state.
+
+        Those of the model and its optimizer, and the global generators. What a model or a loss keeps elsewhere is not
+        known here, and moves with every trial: a criterion's BatchNorm, a generator of its own, a plain attribute.
+        """
         state, self._trying = checkpoint.random_state(), True
         try:
-            yield
+            with buffers_kept(self.model):
+                yield
         finally:
             self._trying = False
-            self.statistics.restore()
             self.clear_gradients()
             checkpoint.set_random_state(state)
 
     def clear_gradients(self) -> None:
+        """Also of a criterion's own parameters, which the optimizer holds beside the model's."""
         self.model.zero_grad(set_to_none=not self.update.keep_gradients)
+        for parameter in self.update.parameters():
+            if not self.update.keep_gradients:
+                parameter.grad = None
+            elif parameter.grad is not None:
+                parameter.grad.zero_()
 
     def progress(self, text: str) -> None:
         sys.stderr.write(f"accel: {text}\n")
@@ -265,15 +275,11 @@ class Session:
     @contextmanager
     def validation(self) -> Iterator[None]:
         """At `validate=eager` calls of the live model run eagerly inside, and add no graph to training's."""
-        held = [part for part in self.compiled if part.active and self.config.validate_ == "eager"]
-        for part in held:
-            part.active = False
+        eager = self.compilation.paused() if self.config.validate_ == "eager" else nullcontext()
         try:
-            with self.watch.in_phase("validation"):
+            with eager, self.watch.in_phase("validation"):
                 yield
         finally:
-            for part in held:
-                part.active = True
             self.meter.not_waiting()
 
     def state_dict(self) -> dict[str, Any]:

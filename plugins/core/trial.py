@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from plugins.core import plan as planning
 from plugins.core.plan import Plan, Timing
+from plugins.errors import AccelError
 
 MATRIX = ("mm", "conv", "attention", "linear", "matmul", "einsum", "lstm", "gru", "rnn")
 UNFUSED_ON_CPU = ("bernoulli", "rand", "clone", "copy", "embedding", "index", "gather", "scatter", "softmax")
@@ -49,6 +50,29 @@ class Moment:
     size: int = 1
 
 
+class NotFinite(Exception):
+    """The loss of the batch at hand is not finite, under the run's own plan: it compares no plans."""
+
+
+@contextmanager
+def buffers_kept(model: nn.Module) -> Iterator[None]:
+    """Every buffer is the same tensor with the same values afterwards.
+
+    A forward moves more than BatchNorm's statistics: spectral norm's vectors, counters, codebooks.
+    """
+    kept = [(m._buffers, dict(m._buffers)) for m in model.modules() if m._buffers]
+    values = [(b, b.detach().clone()) for _, buffers in kept for b in buffers.values() if b is not None]
+    try:
+        yield
+    finally:
+        for live, buffers in kept:
+            live.clear()
+            live.update(buffers)
+        with torch.no_grad():
+            for buffer, value in values:
+                buffer.copy_(value)
+
+
 def time_steps(
     trial: Trial,
     plan: Plan,
@@ -58,13 +82,16 @@ def time_steps(
     repeats: int = planning.REPEATS,
     warm: bool = True,
     hopeless: float = math.inf,
+    into: Timing | None = None,
 ) -> Timing | None:
     """Seconds of forward and backward on the batch at hand under `plan`, which is left in force.
+
+    They are added to `into`, where two plans are timed in turn.
 
     `clear` drops gradients; `warm` makes one step that is not counted. None where the plan fails or memory does not
     suffice, or that first step took longer than `hopeless` seconds.
     """
-    timing = Timing(plan)
+    timing = into or Timing(plan)
     try:
         trial.apply(plan.precision, plan.memory_format)
         for index in range(repeats + warm):
@@ -82,6 +109,8 @@ def time_steps(
                 timing.first = taken
                 if taken > hopeless:
                     return None
+    except AccelError:
+        raise
     except Exception as error:  # what fails under the host's own plan comes again in the run's step, as its own error
         short = isinstance(error, torch.OutOfMemoryError)
         warn(f"plan {plan.name}: dropped, {'out of memory' if short else type(error).__name__} in its trial")

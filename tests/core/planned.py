@@ -100,7 +100,7 @@ class Host:
         yield
 
     def _compiled(self, plan: Plan) -> Plan:
-        if any(type(m._compiled_call_impl).__name__ == "InPlace" for m in self.model.modules()):
+        if any(getattr(m._compiled_call_impl, "active", False) for m in self.model.modules()):
             return Plan(plan.precision, plan.memory_format, "regional")
         return plan
 

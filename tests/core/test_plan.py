@@ -161,3 +161,8 @@ def test_a_worker_has_its_share_of_the_run_and_some_patience(
     found = planning.budget(cost, fusable, left, waits)
     assert found >= max(planning.compile_share(fusable) * left, cost)
     assert found <= planning.budget(cost, fusable, left, False)
+
+
+def test_a_loss_that_is_not_finite_is_none_in_json() -> None:
+    for loss, written in ((math.nan, None), (math.inf, None), (2.0, 2.0)):
+        assert Timing(Plan(), [1.0], [loss]).as_dict()["loss"] == written

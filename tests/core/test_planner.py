@@ -10,8 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from plugins.core import plan as planning
+from plugins.core import planner as planner_module
+from plugins.core import session
 from plugins.core.checkpoint import set_random_state
 from plugins.core.plan import Plan
 from plugins.core.planfile import PLAN_NAME, Switch, write_switches
@@ -84,6 +87,26 @@ def test_a_wrong_loss_is_dropped(clock: Clock) -> None:
     host.wrong = lambda plan: 5.0 if plan.precision == "bf16" else 0.0
     assert host.run(UPDATES).planner.plan == Plan("host", "channels_last")
     assert sum("dropped, its loss" in line for line in host.said) == 2
+
+
+@pytest.mark.parametrize("bad", [1, 2, 3])
+def test_batches_whose_loss_is_not_finite_decide_nothing(clock: Clock, tmp_path: Path, bad: int) -> None:
+    """A trial is put off to a later batch, twice."""
+    host = Host(clock, by_name(**BOTH_WIN))
+    first = planner_module.PLAIN_STEPS + 1
+
+    def each(update: int) -> None:
+        host.wrong = lambda plan: float("nan") if first <= update < first + bad else 0.0
+
+    planner = host.run(UPDATES, each=each, cache_dir=tmp_path).planner
+    assert not any("dropped" in line for line in host.said)
+    assert len(names(host)) == (4 if bad < planner_module.UNFIT_BATCHES else 0)
+    if bad < planner_module.UNFIT_BATCHES:
+        assert planner.switches == [Switch(first + bad, BOTH_PLAN)]
+    else:
+        assert planner.switches == []
+        assert "the loss was not finite on 3 batches" in planner.reason
+    assert len(list(Memory(tmp_path).entries())) == (bad < planner_module.UNFIT_BATCHES)
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("no memory"), RuntimeError("not implemented for BFloat16")])
@@ -164,6 +187,43 @@ def test_a_trial_puts_everything_back_bit_for_bit(clock: Clock, wins: bool) -> N
         assert before.pop("strides") != after.pop("strides")
     for part, value in before.items():
         assert same(value, after[part]), part
+
+
+class Moving(Net):
+    """Buffers that a forward moves, in place and by putting another tensor there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = torch.nn.utils.parametrizations.spectral_norm(self.head)
+        self.register_buffer("seen", torch.zeros(()))
+        self.register_buffer("last", None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen = self.seen + 1
+        self.last = x.detach().mean()
+        return super().forward(x)
+
+
+def test_a_trial_that_loses_leaves_every_buffer_as_it_was(clock: Clock) -> None:
+    tried, plain = Host(clock, by_name(), Moving), Host(clock, by_name(), Moving)
+    tried.run(UPDATES)
+    plain.run(UPDATES, plan="off", precision="host")
+    assert tried.losses > plain.losses == tried.model.seen
+    assert same(snapshot(tried.model), snapshot(plain.model))
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_a_trial_leaves_no_gradient_on_a_criterions_parameters(clock: Clock, keep: bool) -> None:
+    """The next update would add to it: the optimizer holds them, the model does not."""
+    host = Host(clock, by_name())
+    own = torch.nn.Parameter(torch.ones(()))
+    host.optimizer.add_param_group({"params": [own]})
+    held = host.session()
+    held.update.keep_gradients = keep
+    with held.untouched():
+        own.square().backward()
+    assert (own.grad == 0) if keep else own.grad is None
+    held.end()
 
 
 def test_two_runs_of_a_seed_give_the_same_weights(clock: Clock) -> None:
@@ -273,6 +333,22 @@ def test_a_run_whose_file_compiles_may_compile(clock: Clock, tmp_path: Path) -> 
     assert Host(clock, by_name()).session(plan=path, compile="auto").planner.may_compile
 
 
+def test_a_file_does_not_overrule_compile_off(clock: Clock, tmp_path: Path) -> None:
+    path = write_switches(tmp_path, Plan(), [Switch(2, Plan("bf16", compile="regional")), Switch(4, Plan("bf16"))])
+    held = Host(clock, by_name(), Blocks, (4, 6)).run(UPDATES, plan=path, compile="off")
+    assert held.planner.switches == [Switch(2, Plan("bf16"))]
+    assert held.report.compile.decision == "eager"
+    assert held.report.compile.reason == "compile=off, which a plan file does not overrule"
+    assert held.report.compile.graphs == 0
+
+
+@pytest.mark.parametrize("plan", ["auto", "off"])
+def test_a_resumed_run_does_not_overrule_compile_off(clock: Clock, plan: str) -> None:
+    planner = Host(clock, by_name(), Blocks, (4, 6)).session(plan=plan, compile="off").planner
+    planner.resume(Plan(compile="regional"), 0)
+    assert planner.due(0).compile == "eager"
+
+
 def test_resume_at_a_switch_of_the_file_makes_it(clock: Clock, tmp_path: Path) -> None:
     file = write_switches(tmp_path, Plan(), [Switch(2, Plan("bf16")), Switch(6, Plan("bf16", "channels_last"))])
     whole, first, second = (Host(clock, by_name()) for _ in range(3))
@@ -284,6 +360,47 @@ def test_resume_at_a_switch_of_the_file_makes_it(clock: Clock, tmp_path: Path) -
     second.run(UPDATES, first=6)
     assert again.planner.plan == Plan("bf16", "channels_last")
     assert same(snapshot(second.model), snapshot(whole.model))
+
+
+# -- reasons in the report ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("updates", [1, 3])
+def test_a_run_that_ended_early_says_so(clock: Clock, updates: int) -> None:
+    report = Host(clock, by_name(), Blocks, (4, 6)).run(updates, compile="auto").report
+    assert report.speed.reason == report.compile.reason == "the run ended before anything was measured"
+
+
+def test_a_run_that_is_not_asked_for_trials_says_so(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session.Session, "plan_window", lambda *_: None)
+    report = Host(clock, by_name(), Blocks, (4, 6)).run(UPDATES, compile="auto").report
+    assert report.speed.reason == report.compile.reason == "the loop asked for no trial"
+
+
+def test_the_plan_setting_is_the_reason(clock: Clock, tmp_path: Path) -> None:
+    path = write_switches(tmp_path, Plan(), [Switch(2, Plan(compile="regional"))])
+    options = {"compile": "auto", "compile_backend": "eager"}
+    for plan, words in ((path, f"as plan={path} says"), ("off", "plan=off measures nothing")):
+        report = Host(clock, by_name(), Blocks, (4, 6)).run(5, plan=plan, **options).report
+        assert report.speed.reason == report.compile.reason == words
+        assert report.compile.decision == ("eager" if plan == "off" else "regional")
+
+
+def test_several_ranks_are_the_reason(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    host = Host(clock, by_name(), Blocks, (4, 6))
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    held = host.session(compile="auto")
+    held.planner.sum_up(held.report.speed, held.report.compile)
+    assert held.report.speed.reason.startswith("several ranks")
+    assert held.report.compile.reason.startswith("several ranks")
+    held.compilation.end()
+
+
+def test_where_only_compile_is_open_there_is_no_layout_to_try(clock: Clock) -> None:
+    report = Host(clock, by_name(), Blocks, (4, 6)).run(UPDATES, of=40, compile="auto", precision="fp32").report
+    assert report.speed.reason == "there is no other precision or layout to try"
+    assert "pays in a run of" in report.compile.reason
 
 
 # -- windows ------------------------------------------------------------------------------------------------------

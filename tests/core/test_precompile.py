@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import signal
+import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +19,13 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
-from plugins.core import beside, precompile
+from plugins.core import beside, compilation, precompile
 from plugins.core import plan as planning
 from plugins.core.plan import Plan
 from plugins.core.planfile import PLAN_NAME
 from plugins.core.precompile import Call, Captured, Like, Worker, kinds, made
 from plugins.core.remember import INDUCTOR, Memory
-from tests.core.planned import Blocks, Clock, Host, by_name
+from tests.core.planned import OF, Blocks, Clock, Host, by_name
 from tests.core.tiny import mlp, same, snapshot
 
 COMPILED = Plan(compile="regional")
@@ -146,6 +149,44 @@ def test_code_that_does_not_win_is_not_run(host: Host, monkeypatch: pytest.Monke
     assert all(m._compiled_call_impl is None for m in host.model.modules())
 
 
+def test_eager_and_compiled_steps_are_timed_in_turn(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that others slow down, more and more, decides nothing."""
+    stand_in(monkeypatch, READY)
+    load = iter(range(1, 1000))
+    host.costs = lambda plan: 1.0 + 0.1 * next(load) * (host.open.planner.state == "compiling")
+    assert run(host).plan == Plan()
+    plain, compiled = host.open.planner.timings
+    assert compiled.middle - plain.middle == pytest.approx(0.1)
+    assert len(plain.seconds) == len(compiled.seconds) == planning.repeats(OF)
+
+
+def test_a_compiled_loss_that_is_another_says_so(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in(monkeypatch, READY)
+    host.wrong = lambda plan: 5.0 if plan.compile != "eager" else 0.0
+    planner = run(host)
+    assert planner.plan == Plan()
+    assert "dropped, its loss" in planner.beside.learnt.reason
+    assert sum("dropped, its loss" in line for line in host.said) == 1
+
+
+@pytest.mark.parametrize("bad", [1, 3])
+def test_a_batch_whose_loss_is_not_finite_judges_no_compile(
+    host: Host, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, bad: int
+) -> None:
+    stand_in(monkeypatch, READY)
+
+    def each(update: int) -> None:
+        worker = host.open.planner.beside._worker
+        if worker is not None:
+            worker.process.wait(timeout=300)
+        host.wrong = lambda plan: float("nan") if 5 <= update < 5 + bad else 0.0
+
+    planner = run(host, each=each, cache_dir=tmp_path / "cache")
+    assert [(s.update, s.plan) for s in planner.switches] == ([(6, COMPILED)] if bad == 1 else [])
+    assert ("not finite on 3 batches" in planner.beside.learnt.reason) == (bad == 3)
+    assert len(list(Memory(tmp_path / "cache").entries())) == (bad == 1)
+
+
 def test_a_compile_that_loses_leaves_the_weights_of_an_eager_run(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in(monkeypatch, READY)
     host.costs = by_name(host=1.0, compiled=2.0)
@@ -197,6 +238,68 @@ def test_a_hanging_compiler_does_not_outlive_the_run(host: Host, monkeypatch: py
     assert "ended before" in host.open.report.compile.reason
 
 
+def test_a_worker_that_is_forgotten_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a notebook, where a cell was interrupted and its names were given to the next run."""
+    stand_in(monkeypatch, HANGS)
+    worker = Worker([], {}, (), 600.0)
+    process, folder = worker.process, worker.folder
+    del worker
+    gc.collect()
+    assert process.poll() == -signal.SIGKILL
+    assert not folder.exists()
+
+
+def test_a_fork_of_the_run_leaves_the_worker_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in(monkeypatch, HANGS)
+    worker = Worker([], {}, (), 600.0)
+    precompile._stop(os.getpid() + 1, worker.process, worker.folder)
+    assert worker.poll() == "running"
+    assert worker.folder.exists()
+    worker.stop()
+
+
+REAL = "import time; from plugins.core import precompile as p; p.run = lambda job: time.sleep(600); p.main()"
+RUN = f"""
+import sys, time, tempfile
+tempfile.tempdir = sys.argv[1]
+from plugins.core import precompile
+precompile.command = lambda: [sys.executable, "-c", {REAL!r}]
+worker = precompile.Worker([], {{}}, (), 600.0)
+print(worker.process.pid, flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("by", [signal.SIGINT, signal.SIGKILL])
+def test_nothing_stays_of_a_worker_whose_run_was_ended(tmp_path: Path, by: signal.Signals) -> None:
+    root = str(Path(precompile.__file__).parents[2])
+    run_ = subprocess.Popen(
+        [sys.executable, "-c", RUN, str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": root},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    assert run_.stdout is not None
+    worker = int(run_.stdout.readline())
+    assert list(tmp_path.iterdir())
+    run_.send_signal(by)
+    run_.wait(timeout=60)
+    until = time.monotonic() + 60
+    while (list(tmp_path.iterdir()) or alive(worker)) and time.monotonic() < until:
+        time.sleep(0.1)
+    assert list(tmp_path.iterdir()) == []
+    assert not alive(worker)
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
 def test_a_crashing_compiler_is_one_line(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in(monkeypatch, CRASHES)
     planner = run(host)
@@ -213,6 +316,62 @@ def test_a_killed_worker_is_one_line_and_tried_again_in_the_next_run(
     assert "killed (signal 9)" in one_line(host)
     stand_in(monkeypatch, READY)
     assert run(new_host(host.clock), cache_dir=tmp_path / "cache").plan == COMPILED
+
+
+@pytest.mark.parametrize(
+    ("words", "again"),
+    [
+        ("InductorError: CppCompileError: C++ compile error", True),
+        ("InductorError: OSError: [Errno 28] No space left on device", True),
+        ("", True),
+        ("Unsupported: call of a builtin", False),
+    ],
+)
+def test_only_a_fault_that_lasts_is_not_tried_again(
+    host: Host, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, words: str, again: bool
+) -> None:
+    stand_in(monkeypatch, f"import sys; sys.exit({words!r} or 1)")
+    run(host, cache_dir=tmp_path / "cache")
+    assert (words or "failed without a word") in one_line(host)
+    stand_in(monkeypatch, READY)
+    second = run(new_host(host.clock), cache_dir=tmp_path / "cache")
+    assert second.plan == (COMPILED if again else Plan())
+
+
+def test_a_compiler_that_was_missing_is_looked_for_again(
+    host: Host, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    stand_in(monkeypatch, READY)
+    with monkeypatch.context() as patch:
+        patch.setattr(compilation, "missing_compiler", lambda *_: "no C++ compiler found")
+        assert "no C++ compiler" in run(host, cache_dir=tmp_path / "cache").beside.learnt.reason
+    assert run(new_host(host.clock), cache_dir=tmp_path / "cache").plan == COMPILED
+
+
+def test_a_folder_for_the_worker_that_cannot_be_made(
+    host: Host, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def full(**_: str) -> str:
+        raise OSError(28, "No space left on device")
+
+    stand_in(monkeypatch, READY)
+    with monkeypatch.context() as patch:
+        patch.setattr(precompile.tempfile, "mkdtemp", full)
+        run(host, cache_dir=tmp_path / "cache")
+    assert "No space left" in one_line(host)
+    assert run(new_host(host.clock), cache_dir=tmp_path / "cache").plan == COMPILED
+
+
+def test_a_workers_error_is_one_line_without_advice(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def broken(job: object) -> None:
+        raise RuntimeError("no such op\n\nSet TORCHDYNAMO_VERBOSE=1 for the internal stack trace")
+
+    (tmp_path / "job").write_bytes(pickle.dumps({"parent": os.getpid(), "seconds": 600.0}))
+    monkeypatch.setattr(precompile, "run", broken)
+    monkeypatch.setattr(precompile, "_die_with", lambda *_: None)
+    monkeypatch.setattr(sys, "argv", ["", str(tmp_path / "job")])
+    with pytest.raises(SystemExit, match=r"^RuntimeError: no such op$"):
+        precompile.main()
 
 
 def test_a_model_that_cannot_be_pickled_is_one_line(host: Host, tmp_path: Path) -> None:

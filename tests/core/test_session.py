@@ -122,6 +122,27 @@ def test_a_missing_compiler_and_an_uncompilable_model_are_warnings(monkeypatch: 
     assert model._compiled_call_impl is None
 
 
+@pytest.mark.parametrize("part", ["", "1"])
+@pytest.mark.parametrize("compile_", ["auto", "on"])
+def test_a_model_that_its_owner_compiled_is_left_alone(compile_: str, part: str) -> None:
+    model, said = blocks(), list[str]()
+    module = model.get_submodule(part)
+    module.compile(backend="eager")
+    theirs = module._compiled_call_impl
+    held = session_of(model, sgd(model), 1, {"compile": compile_, "precision": "auto"}, said)
+    assert held.planner.state == "done"
+    held.end()
+    assert "compiled already, by its owner" in held.report.compile.reason
+    assert [line.endswith("the run goes on as it is") for line in said] == ([True] if compile_ == "on" else [])
+    assert compiled_names(model) == [part]
+    assert module._compiled_call_impl is theirs
+
+
+def test_a_compiled_wrapper_is_its_owners_too() -> None:
+    model = nn.Sequential(torch.compile(mlp(), backend="eager"))  # type: ignore[arg-type]
+    assert session_of(model, sgd(model), 1, {"compile": "auto"}).compilation.owned
+
+
 def test_compile_asked_inside_autocast_is_refused_and_leaves_nothing_behind() -> None:
     model, before = mlp(norm=True), listeners()
     with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(CompileRefused, match="autocast"):

@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch._inductor import config as inductor_config
+from torch._inductor import cpp_builder
+
+from plugins.core import toolchain
+from plugins.core.toolchain import missing_compiler
+
+CPU = torch.device("cpu")
+
+
+def compiler(folder: Path, script: str) -> str:
+    path = folder / "my-g++"
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_a_missing_compiler_is_found_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none() -> str:
+        raise RuntimeError("No working C++ compiler found")
+
+    monkeypatch.setattr(cpp_builder, "get_cpp_compiler", none)
+    assert "No working C++ compiler" in missing_compiler(CPU, "inductor")
+    assert missing_compiler(CPU, "aot_eager") == ""
+
+
+def test_a_compiler_that_hangs_is_not_waited_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Nor does it stay."""
+    name = compiler(tmp_path, f"echo $$ > {tmp_path}/pid; sleep 600; true")
+    monkeypatch.setattr(toolchain, "ANSWER_SECONDS", 0.5)
+    monkeypatch.setattr(cpp_builder, "get_cpp_compiler", lambda: pytest.fail("torch would hang"))
+    began = time.monotonic()
+    with inductor_config.patch({"cpp.cxx": (None, name)}):
+        assert "my-g++ did not say its version" in missing_compiler(CPU, "inductor")
+    assert time.monotonic() - began < 30
+    assert not Path(f"/proc/{(tmp_path / 'pid').read_text().strip()}").exists()
+
+
+@pytest.mark.parametrize("given", ["missing-g++", "fails", "answers"])
+def test_what_answers_or_is_not_there_is_torchs_to_judge(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, given: str
+) -> None:
+    scripts = {"fails": "exit 1", "answers": "echo 13.2"}
+    name = compiler(tmp_path, scripts[given]) if given in scripts else given
+    asked: list[str] = []
+    monkeypatch.setattr(cpp_builder, "get_cpp_compiler", lambda: asked.append(name))
+    with inductor_config.patch({"cpp.cxx": name}):
+        assert missing_compiler(CPU, "inductor") == ""
+    assert asked == [name]
