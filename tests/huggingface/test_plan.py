@@ -177,7 +177,8 @@ def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         return timing
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(planner_module, "time_steps", time_steps)
+        for module in (planner_module, beside):
+            patch.setattr(module, "time_steps", time_steps)
         patch.setattr(planning, "bf16_is_fast", lambda device: True)
         patch.setattr(planning, "affordable", lambda candidates, *_: list(candidates))
         patch.setattr(planning, "HOPELESS", math.inf)
@@ -274,7 +275,8 @@ def test_trials_leave_the_loader_and_a_run_that_they_do_not_change_alone(
     def measuring(*_: Any, **__: Any) -> None:
         pytest.fail("plan=off measures nothing")
 
-    monkeypatch.setattr(planner_module, "time_steps", measuring)
+    for module in (planner_module, beside):
+        monkeypatch.setattr(module, "time_steps", measuring)
     monkeypatch.setattr(beside, "fusable_share", measuring)
     plain = run(case.head, tmp_path / "plain", {**options, "precision": "host", "plan": "off"})
     equal(tried, plain)
