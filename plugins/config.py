@@ -150,7 +150,9 @@ class AccelConfig(BaseSettings):
 
     def __init__(self, config: str | Path | None = None, **options: Any) -> None:
         try:
-            super().__init__(**{**_read_file(config or os.environ.get(CONFIG_VARIABLE)), **_read_env(), **options})
+            super().__init__(
+                **{**_read_file(config or os.environ.get(CONFIG_VARIABLE) or None), **_read_env(), **options}
+            )
         except ValidationError as error:
             raise AccelError(_one_line(error)) from None
 
@@ -188,6 +190,8 @@ def _names() -> dict[str, str]:
 
 
 def _read_file(config: str | Path | None) -> dict[str, Any]:
+    if config is not None and not isinstance(config, (str, Path)):
+        raise AccelError(f"config={config}: expected the path of a YAML file; fields go by name, as in ema=0.999")
     path = Path(config or DEFAULT_FILE)
     if not path.is_file():
         if config is None:

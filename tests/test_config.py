@@ -267,3 +267,14 @@ def test_a_path_from_the_home_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     made = AccelConfig(cache_dir="~/cache", plan="~/plan.json")
     assert (made.cache_dir, made.plan) == (tmp_path / "cache", tmp_path / "plan.json")
     assert AccelConfig(cache_dir="~nobody-of-this-name/x").cache_dir == Path("~nobody-of-this-name/x")
+
+
+def test_an_empty_variable_names_no_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCEL_CONFIG", "")
+    assert AccelConfig().given() == {}
+
+
+@pytest.mark.parametrize("config", [{"ema": 0.9}, 5])
+def test_fields_in_the_place_of_a_file(config: Any) -> None:
+    with pytest.raises(AccelError, match="expected the path of a YAML file; fields go by name"):
+        AccelConfig(config)
