@@ -3,6 +3,7 @@
     python benchmarks/plan.py                              # every row and length: hours on 2 cores
     python benchmarks/plan.py --rows blocks --lengths 30   # some of them
     python benchmarks/plan.py --rows yolo --lengths 50 200 --repeats 3
+    python benchmarks/plan.py --ready                      # compiled blocks, from a cold and from a warm cache
 
 Each side is a process of its own, the sides in turn; the median of the repeats counts. `first` is a run with an empty
 cache folder, `again` the same job once more with what the first one learnt. The clock runs from the first batch to
@@ -66,17 +67,32 @@ def compare(row: str, updates: int, repeats: int, plain: int) -> tuple[list[str]
     return [*cells, f"<= {wanted:.2f}", plans, at], f"{row}, {updates}: {last['why']}"
 
 
+def ready(repeats: int) -> str:
+    """Seconds until the first update of compiled blocks is done, in a process with a cold cache and in the next one."""
+    cold, warm = [], []
+    for _ in range(repeats):
+        with tempfile.TemporaryDirectory() as name:
+            cold.append(side("ready", True, 1, Path(name))["seconds"])
+            warm.append(side("ready", True, 1, Path(name))["seconds"])
+    first, second = median(cold), median(warm)
+    return f"ready after {first:.1f} s cold, {second:.2f} s warm: {second / first:.3f} (wanted <= 0.15)"
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", nargs="+", choices=tuple(LENGTHS), default=list(LENGTHS))
     parser.add_argument("--lengths", nargs="+", type=int, help="updates; default: 30 and 1,000, or 50, 200 and 1,000")
     parser.add_argument("--plain-updates", type=int, help="at most, without the plug; default: minilm 200, ocr 30")
     parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--ready", action="store_true", help="only the compile from a cold and a warm cache")
     parser.add_argument("--side", nargs=4, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.side:
         row, plug, updates, folder = given.side
         print(json.dumps(ROWS[row](plug == "on", int(updates), Path(folder))))
+        return 0
+    if given.ready:
+        print(ready(given.repeats))
         return 0
     from rich.console import Console
     from rich.table import Table
