@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from integrations.huggingface.collator import BucketCollator, BucketedStream, PlacedDataset
 from integrations.huggingface.edges import bucket_of, find_edges, padded_tokens, with_overflow
-from integrations.huggingface.lengths import Form, survey_dataset
+from integrations.huggingface.lengths import Form
 from integrations.huggingface.sampler import BucketBatchSampler
 
 
@@ -196,13 +196,3 @@ def test_too_long_a_sample():
     assert with_overflow([64, 128], 301) == [64, 128, 304]
     with pytest.raises(ValueError, match=r"buckets=\[64, 128\]: a sample has 301 tokens"):
         bucket_of(301, [64, 128])
-
-
-def test_lengths_from_a_column_or_from_samples():
-    datasets = pytest.importorskip("datasets")
-    data = datasets.Dataset.from_list(samples([3, 1, 4]))
-    for columns in (data, data.with_format("torch"), data.add_column("length", [7, 7, 7])):
-        assert survey_dataset(columns, "input_ids").lengths == [3, 1, 4]
-    assert survey_dataset(data.select([2, 0]), "input_ids").lengths == [4, 3]
-    assert survey_dataset(samples([2, 2]), "input_ids").lengths == [2, 2]
-    assert survey_dataset([{"pixel_values": torch.zeros(3, 8, 8)}], "pixel_values") is None
