@@ -120,8 +120,8 @@ class BucketCollator:
         if length < longest:
             return batch  # the collator cuts, at a length that it knows and nobody else does
         edge = max(edge or self._edge(length), length)
-        if edge > self.room:
-            edge = length
+        if edge > max(self.edges[-1], self.room):
+            edge = length  # a sample beyond all that was seen, and perhaps beyond the model's positions
         widths = {
             name: self._width(name, batch, edge, label_edge, length == longest)
             for name, value in batch.items()

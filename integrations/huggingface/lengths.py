@@ -77,7 +77,8 @@ def survey(samples: Iterable[Any], key: str, label_names: Collection[str] = ()) 
         Unread: a sample cannot be read, or reading takes more than BUDGET seconds.
     """
     lengths: list[int] = []
-    seen: dict[str, list[tuple[int, tuple[int, ...]]]] = {}
+    seen: dict[str, set[tuple[int, tuple[int, ...]]]] = {}
+    labels: dict[str, list[int]] = {}
     started = time.monotonic()
     try:
         with _random_kept():
@@ -87,8 +88,12 @@ def survey(samples: Iterable[Any], key: str, label_names: Collection[str] = ()) 
                     return None
                 lengths.append(length)
                 for name, value in sample.items():
-                    if (shape := _shape(value)) is not None:
-                        seen.setdefault(RENAMED.get(name, name), []).append((length, shape))
+                    if (shape := _shape(value)) is None:
+                        continue
+                    name = RENAMED.get(name, name)
+                    seen.setdefault(name, set()).add((length, shape))
+                    if len(shape) == 1 and is_label(name, label_names):
+                        labels.setdefault(name, []).append(shape[0])
                 if time.monotonic() - started > BUDGET:
                     raise Unread(f"{len(lengths)} samples took {BUDGET:g} s to read, so their lengths stay unknown")
     except Unread:
@@ -96,11 +101,10 @@ def survey(samples: Iterable[Any], key: str, label_names: Collection[str] = ()) 
     except Exception as error:  # the user's code; the host meets it where it draws this sample
         raise Unread(f"sample {len(lengths)} cannot be read ({type(error).__name__})") from error
     forms = {name: form_of(pairs) for name, pairs in seen.items()}
-    own = next((n for n, form in forms.items() if form is Form.OWN and is_label(n, label_names)), None)
-    if own is not None and len(seen[own]) < len(lengths):
-        forms[own], own = Form.UNCLEAR, None
-    labels = None if own is None else [shape[0] for _, shape in seen[own]]
-    return Survey(lengths, labels, forms) if lengths else None
+    own = next((name for name in labels if forms[name] is Form.OWN), "")
+    if own and len(labels[own]) < len(lengths):
+        forms[own], own = Form.UNCLEAR, ""
+    return Survey(lengths, labels.get(own), forms) if lengths else None
 
 
 def survey_dataset(dataset: Any, key: str, label_names: Collection[str] = ()) -> Survey | None:

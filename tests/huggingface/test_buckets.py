@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from integrations.huggingface.collator import BucketCollator, BucketedStream, PlacedDataset
+from integrations.huggingface.collator import BucketCollator, BucketedStream, Marked, PlacedDataset
 from integrations.huggingface.edges import bucket_of, find_edges, padded_tokens, with_overflow
 from integrations.huggingface.lengths import Form
 from integrations.huggingface.sampler import BucketBatchSampler
@@ -148,6 +148,12 @@ def test_collator_adds_a_mask_where_it_adds_padding():
 
     batch = BucketCollator(bare, [8])(samples([5, 5]))
     assert batch["attention_mask"].tolist() == [[1] * 5 + [0] * 3] * 2
+
+
+def test_a_model_of_unknown_positions_gets_the_edges_and_nothing_beyond():
+    collator = BucketCollator(collate, [8, 16], forms=ALONG, room=0)
+    assert collator(samples([3, 5]))["labels"].shape == (2, 8)
+    assert collator([Marked(sample, 32, 0) for sample in samples([17, 18])])["input_ids"].shape == (2, 18)
 
 
 def test_seq2seq_labels_have_few_lengths():
