@@ -130,8 +130,9 @@ class BucketCollator:
         unclear = [name for name, width in widths.items() if width is None]
         if edge > length and "attention_mask" not in batch and not self.masked:
             unclear.append("attention_mask")
-        if unclear and edge > length:
-            self._tell(unclear[0])
+        if unclear:
+            if edge > length:
+                self._tell(unclear[0])
             return batch
         return self._padded(batch, widths, length, edge)
 
@@ -171,10 +172,10 @@ class BucketCollator:
                 return own if plain or not along else None
             made = form is None and (self.copies or (along and bool(((value == IGNORED) | (value == inputs)).all())))
             return edge if along and (form is Form.ALONG or made) else None
-        if name.startswith("decoder_") and value.dim() == 2:
-            labels = batch.get("labels")
-            if isinstance(labels, torch.Tensor) and labels.shape == value.shape:
-                return self._width("labels", batch, edge, label_edge, plain)
+        labels = batch.get("labels")
+        if isinstance(labels, torch.Tensor) and labels.dim() == 2 and labels.shape[1] in value.shape[1:]:
+            follows = name.startswith("decoder_") and labels.shape == value.shape
+            return self._width("labels", batch, edge, label_edge, plain) if follows else None
         return 0 if form is None and inputs.shape[1] not in value.shape[1:] else None
 
     def _fill(self, name: str) -> int:

@@ -174,6 +174,20 @@ def test_seq2seq_labels_have_few_lengths():
     assert shapes == {((2, 16), (2, 16)), ((2, 32), (2, 24))}
 
 
+def test_what_has_the_labels_own_length_is_padded_with_them_or_not_at_all():
+    def pair(name):
+        def both(features):
+            own = torch.ones(1, 3, dtype=torch.long)
+            return {"input_ids": torch.full((1, 8), 5), "labels": own, name: own}
+
+        return BucketCollator(both, [8], forms=OWN, pad_token_id=9)([{"input_ids": [5] * 8}])
+
+    decoder, weights = pair("decoder_input_ids"), pair("weights")
+    assert decoder["labels"].tolist() == [[1] * 3 + [-100] * 5]
+    assert decoder["decoder_input_ids"].tolist() == [[1] * 3 + [9] * 5]
+    assert weights["labels"].shape == weights["weights"].shape == (1, 3)
+
+
 def test_stream_is_bounded_and_gives_runs_of_one_bucket():
     rng = random.Random(2)
     lengths = [rng.randint(1, 300) for _ in range(500)]
