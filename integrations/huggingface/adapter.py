@@ -254,7 +254,7 @@ class Adapter:
             elif self.windows.micro_batches:
                 self._reestimate()
             with self._averaged(), session.validation() if session is not None else nullcontext():
-                return evaluation.run(original, trainer, self.losses, *args, **kwargs)
+                return evaluation.run(original, trainer, self.losses, self.loaders, *args, **kwargs)
         finally:
             self._evaluating = before
             scoped.undo()

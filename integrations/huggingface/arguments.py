@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 from integrations.huggingface.holding import Held
+from integrations.huggingface.lengths import most_positions
 from integrations.seam import UnsupportedRun
 
 
@@ -37,6 +38,12 @@ def refuse_contradictions(trainer: Any, config: Any) -> None:
             f"precision={config.precision}: TrainingArguments trains in {host}; "
             + (f"set {config.precision}=True there" if config.precision != "fp32" else f"set {host}=False there")
             + ", or leave precision=host"
+        )
+    positions = max(most_positions(trainer.model), default=0)
+    if positions and config.buckets not in ("auto", "off") and max(config.buckets) > positions:
+        raise UnsupportedRun(
+            f"buckets={config.buckets}: {type(trainer.model).__name__} has {positions} positions; "
+            f"allowed are edges of at most {positions}"
         )
     effective_accumulation(trainer, config)
 

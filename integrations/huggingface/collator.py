@@ -2,20 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+import copy
+import logging
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import Dataset, IterableDataset
 
-from integrations.huggingface.edges import round_up
+from integrations.huggingface.edges import fitted
+from integrations.huggingface.lengths import RENAMED, Form, is_label, length_of
 from integrations.huggingface.sampler import Placed
-
-EDGE, LABEL_EDGE = "_bucket_edge", "_label_edge"
-"""Keys under which a sample carries its batch's edges from the sampler to the collator, across workers."""
 
 IGNORED = -100
 """The label that no loss of the host counts."""
+
+FILL = {
+    "attention_mask": 0,
+    "token_type_ids": 0,
+    "position_ids": 0,
+    "special_tokens_mask": 1,
+    "global_attention_mask": 0,
+}
+"""Inputs [B, L] that go along the length by their meaning, and what they hold beyond it."""
+
+ANSWERS = ("start_positions", "end_positions")
+"""Positions in the input; the host's heads ignore one that lies behind the input's end."""
+
+
+class Marked(NamedTuple):
+    """A sample, untouched, and its batch's edges: what goes from the sampler to the collator, across workers."""
+
+    sample: Any
+    edge: int
+    label_edge: int
 
 
 class PlacedDataset(Dataset[Any]):
@@ -28,16 +49,14 @@ class PlacedDataset(Dataset[Any]):
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def __getitem__(self, placed: Placed | int) -> Any:
-        if not isinstance(placed, Placed):
-            return self.dataset[placed]
-        return mark(self.dataset[placed.sample], placed)
+    def __getitem__(self, placed: Placed) -> Marked:
+        return Marked(self.dataset[placed.sample], placed.edge, placed.label_edge)
 
-    def __getitems__(self, batch: Sequence[Placed]) -> list[Any]:
+    def __getitems__(self, batch: Sequence[Placed]) -> list[Marked]:
         indices = [placed.sample for placed in batch]
         fetch = getattr(self.dataset, "__getitems__", None)
         samples = fetch(indices) if fetch is not None else [self.dataset[index] for index in indices]
-        return [mark(sample, placed) for sample, placed in zip(samples, batch, strict=True)]
+        return [Marked(sample, at.edge, at.label_edge) for sample, at in zip(samples, batch, strict=True)]
 
     def __getattr__(self, name: str) -> Any:
         # everything else (column_names, features, set_format …) is the dataset's own
@@ -46,26 +65,24 @@ class PlacedDataset(Dataset[Any]):
         return getattr(self.dataset, name)
 
 
-def mark(sample: Any, placed: Placed) -> Any:
-    """The sample with its batch's edges; a sample that is no mapping is left as it is."""
-    if not isinstance(sample, Mapping):
-        return sample
-    return {**sample, EDGE: placed.edge, LABEL_EDGE: placed.label_edge}
-
-
 class BucketCollator:
     """Pads what the host's collator returns to the edge of the bucket.
 
     Args:
-        collate: the collator of the user or the host; sees its features without any addition.
+        collate: the collator of the user or the host; sees the samples as they are.
         edges: rising edges in tokens; a batch without a mark gets the smallest one that holds it.
+        forms: how the samples' values follow the length.
+        label_names: what the host takes for labels, besides what is called so.
         pad_token_id: fills `input_ids`.
         side: "right" or "left", the tokenizer's padding side.
-        key: the tensor whose dim 1 is the length, [B, L, ...].
+        key: the tensor [B, L] whose dim 1 is the length.
+        masked: the model takes an attention mask; a batch without one gets it, or padding would be read.
+        copies: labels that the collator makes go along the input, as those of the host's own collators do.
+        room: tokens that the model has positions for.
 
-    Tensors of shape [B, L, ...] are padded along dim 1 to the edge: token ids with `pad_token_id`, masks and
-    everything else with 0, labels with -100. Labels [B, T] of another length are padded to the label edge.
-    A batch that has no attention mask gets one wherever padding is added here, else padding would be read.
+    Padded are the inputs that are known to go along the length, integer labels that do so in the samples, and
+    labels with a varying length of their own to the label edge, with the decoder's inputs of that length. A batch
+    with any tensor of which this is not known stays as it came.
     """
 
     def __init__(
@@ -73,63 +90,115 @@ class BucketCollator:
         collate: Callable[[list[Any]], Any],
         edges: Sequence[int],
         *,
+        forms: Mapping[str, Form] | None = None,
+        label_names: Collection[str] = (),
         pad_token_id: int = 0,
         side: str = "right",
         key: str = "input_ids",
         masked: bool = True,
+        copies: bool = False,
+        room: int = sys.maxsize,
     ) -> None:
-        self.collate, self.edges, self.pad_token_id, self.side, self.key = (
-            collate,
-            sorted(edges),
-            pad_token_id,
-            side,
-            key,
-        )
-        self.masked = masked
+        self.collate, self.edges, self.forms, self.label_names = collate, sorted(edges), forms or {}, label_names
+        self.pad_token_id, self.side, self.key = pad_token_id, side, key
+        self.masked, self.copies, self.room = masked, copies, room
+        self._told = False
 
     def __call__(self, features: list[Any]) -> Any:
         edge = label_edge = 0
-        if features and isinstance(features[0], Mapping) and EDGE in features[0]:
-            edge = max(feature[EDGE] for feature in features)
-            label_edge = max(feature[LABEL_EDGE] for feature in features)
-            features = [{k: v for k, v in f.items() if k not in (EDGE, LABEL_EDGE)} for f in features]
+        if features and isinstance(features[0], Marked):
+            edge = max(feature.edge for feature in features)
+            label_edge = max(feature.label_edge for feature in features)
+            features = [feature.sample for feature in features]
+        longest = max((length_of(feature, self.key) or 0 for feature in features), default=0)
+        samples = len(features)  # collators may change the list
         batch = self.collate(features)
-        inputs = batch.get(self.key) if isinstance(batch, Mapping) else None
-        if not isinstance(inputs, torch.Tensor) or inputs.dim() < 2:
+        inputs = batch.get(self.key) if isinstance(batch, MutableMapping) else None
+        if not isinstance(inputs, torch.Tensor) or inputs.dim() != 2 or inputs.shape[0] != samples:
             return batch
         length = inputs.shape[1]
+        if length < longest:
+            return batch  # the collator cuts, at a length that it knows and nobody else does
         edge = max(edge or self._edge(length), length)
-        padded = {name: self._padded(name, value, length, edge, label_edge) for name, value in batch.items()}
-        if edge > length and self.masked and "attention_mask" not in padded:
-            mask = torch.ones(inputs.shape[:2], dtype=torch.long)
-            padded["attention_mask"] = self._pad(mask, edge, 0)
-        return type(batch)(padded) if type(batch) is not dict else padded
+        if edge > max(self.edges[-1], self.room):
+            edge = length  # a sample beyond all that was seen, and perhaps beyond the model's positions
+        widths = {
+            name: self._width(name, batch, edge, label_edge, length == longest)
+            for name, value in batch.items()
+            if isinstance(value, torch.Tensor) and (value.dim() > 1 or name in ANSWERS)
+        }
+        unclear = [name for name, width in widths.items() if width is None]
+        if edge > length and "attention_mask" not in batch and not self.masked:
+            unclear.append("attention_mask")
+        if unclear:
+            if edge > length:
+                self._tell(unclear[0])
+            return batch
+        return self._padded(batch, widths, length, edge)
+
+    def _padded(self, batch: Any, widths: Mapping[str, int | None], length: int, edge: int) -> Any:
+        rows = batch[self.key].shape[0]
+        batch = copy.copy(batch)
+        if edge > length and "attention_mask" not in batch:
+            batch["attention_mask"] = self._pad(torch.ones(rows, length, dtype=torch.long), edge, 0)
+        for name, width in widths.items():
+            value = batch[name]
+            if name in ANSWERS:
+                batch[name] = value.masked_fill(value >= length, edge) if edge > length else value
+            else:
+                batch[name] = self._pad(value, width or 0, self._fill(name))
+        return batch
 
     def _edge(self, length: int) -> int:
-        return next((edge for edge in self.edges if edge >= length), round_up(length))
+        return next((edge for edge in self.edges if edge >= length), fitted(length, self.room))
 
-    def _padded(self, name: str, value: Any, length: int, edge: int, label_edge: int) -> Any:
-        if not isinstance(value, torch.Tensor) or value.dim() < 2:
-            return value
-        label = "label" in name
-        if value.shape[1] == length and not (label and label_edge):
-            return self._pad(value, edge, self._fill(name))
-        if (label or name.startswith("decoder_")) and value.dim() == 2:
-            # seq2seq: labels and decoder inputs have a length of their own
-            return self._pad(value, max(label_edge, round_up(value.shape[1])), self._fill(name))
-        return value
+    def _width(self, name: str, batch: Any, edge: int, label_edge: int, plain: bool) -> int | None:
+        """What dim 1 of a tensor is padded to; 0 where it stays, None where nobody knows."""
+        value, inputs = batch[name], batch[self.key]
+        form = self.forms.get(RENAMED.get(name, name))
+        along = value.shape == inputs.shape
+        if name in ANSWERS:
+            return 0 if value.dim() == 1 and self.side == "right" else None
+        if name == self.key or name in FILL:
+            return edge if value.dim() == 2 and along | (value.shape == (1, inputs.shape[1])) else None
+        if form is Form.FIXED:
+            return 0
+        if is_label(name, self.label_names):
+            if value.is_floating_point() or value.dim() != 2:
+                return None
+            if form is Form.OWN:
+                # a collator that appends labels to the input gives both one length, longer than the samples
+                own = max(label_edge or fitted(value.shape[1], self.room), value.shape[1])
+                return own if plain or not along else None
+            made = form is None and (self.copies or (along and bool(((value == IGNORED) | (value == inputs)).all())))
+            return edge if along and (form is Form.ALONG or made) else None
+        labels = batch.get("labels")
+        if isinstance(labels, torch.Tensor) and labels.dim() == 2 and labels.shape[1] in value.shape[1:]:
+            follows = name.startswith("decoder_") and labels.shape == value.shape
+            return self._width("labels", batch, edge, label_edge, plain) if follows else None
+        return 0 if form is None and inputs.shape[1] not in value.shape[1:] else None
 
     def _fill(self, name: str) -> int:
-        if "label" in name:
+        if name in FILL:
+            return FILL[name]
+        if is_label(name, self.label_names):
             return IGNORED
-        return {"special_tokens_mask": 1}.get(name, self.pad_token_id if name.endswith("input_ids") else 0)
+        return self.pad_token_id if name.endswith("input_ids") else 0
 
-    def _pad(self, value: torch.Tensor, edge: int, fill: int) -> torch.Tensor:
-        missing = edge - value.shape[1]
+    def _pad(self, value: torch.Tensor, width: int, fill: int) -> torch.Tensor:
+        missing = width - value.shape[1]
         if missing <= 0:
             return value
-        block = value.new_full((value.shape[0], missing, *value.shape[2:]), fill)
+        block = value.new_full((value.shape[0], missing), fill)
         return torch.cat([value, block] if self.side == "right" else [block, value], dim=1)
+
+    def _tell(self, name: str) -> None:
+        if not self._told:
+            self._told = True
+            logging.getLogger(__name__).warning(
+                "accel: buckets: whether `%s` goes along the input's length is not known, so batches are not padded",
+                name,
+            )
 
 
 class BucketedStream(IterableDataset[Any]):
@@ -172,8 +241,8 @@ class BucketedStream(IterableDataset[Any]):
             edge *= 2
         return edge
 
-    def _marked(self, samples: list[Any], edge: int) -> list[Any]:
-        return [mark(sample, Placed(0, edge, 0)) for sample in samples]
+    def _marked(self, samples: list[Any], edge: int) -> list[Marked]:
+        return [Marked(sample, edge, 0) for sample in samples]
 
     def set_epoch(self, epoch: int) -> None:
         if hasattr(self.dataset, "set_epoch"):

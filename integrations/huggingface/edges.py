@@ -10,6 +10,7 @@ number of batches at each edge is known from the lengths alone.
 from __future__ import annotations
 
 import bisect
+import sys
 from collections.abc import Sequence
 
 MULTIPLE = 8
@@ -23,6 +24,12 @@ def round_up(length: int, multiple: int = MULTIPLE) -> int:
     return max(multiple, -(-length // multiple) * multiple)
 
 
+def fitted(length: int, room: int) -> int:
+    """`length` rounded up, where the model has positions for that; else the length itself."""
+    rounded = round_up(length)
+    return rounded if rounded <= room else length
+
+
 def bucket_of(length: int, edges: Sequence[int]) -> int:
     """Index of the smallest edge that holds `length`; raises ValueError where none does."""
     index = bisect.bisect_left(edges, length)
@@ -33,19 +40,20 @@ def bucket_of(length: int, edges: Sequence[int]) -> int:
     return index
 
 
-def with_overflow(edges: Sequence[int], longest: int) -> list[int]:
+def with_overflow(edges: Sequence[int], longest: int, room: int = sys.maxsize) -> list[int]:
     """`edges`, plus one more where the longest sample does not fit into the last one."""
     edges = sorted(set(edges))
-    return edges if edges and longest <= edges[-1] else [*edges, round_up(longest)]
+    return edges if edges and longest <= edges[-1] else [*edges, fitted(longest, room)]
 
 
-def find_edges(lengths: Sequence[int], group: int, limit: int = 8) -> list[int]:
+def find_edges(lengths: Sequence[int], group: int, limit: int = 8, room: int = sys.maxsize) -> list[int]:
     """Edges that cost the fewest padded tokens.
 
     Args:
         lengths: tokens of every sample.
         group: samples of one step, over all ranks.
         limit: the most edges.
+        room: tokens that the model has positions for.
 
     Returns:
         At most `limit` edges, rising; the last one holds the longest sample.
@@ -80,7 +88,7 @@ def find_edges(lengths: Sequence[int], group: int, limit: int = 8) -> list[int]:
         if best[-1][0] >= answer[0]:
             break
         answer = best[-1]
-    return answer[1]
+    return [*answer[1][:-1], fitted(max(lengths), room)]
 
 
 def padded_tokens(lengths: Sequence[int], edges: Sequence[int], group: int) -> int:
@@ -94,6 +102,16 @@ def padded_tokens(lengths: Sequence[int], edges: Sequence[int], group: int) -> i
         waiting = here % group
         total += edge * (here - waiting)
     return total + (edges[max(i for i, count in enumerate(counts) if count)] * waiting if waiting else 0)
+
+
+def expected_tokens(lengths: Sequence[int], size: int) -> float:
+    """Tokens that an epoch of shuffled batches of `size` costs when each is padded to its longest sample.
+
+    With the lengths in order, the k-th smallest of n is the longest of a draw with probability
+    (k/n)^size - ((k-1)/n)^size (draws with replacement).
+    """
+    n = len(lengths)
+    return n * sum(x * ((k / n) ** size - ((k - 1) / n) ** size) for k, x in enumerate(sorted(lengths), start=1))
 
 
 def _candidates(lengths: Sequence[int]) -> list[int]:

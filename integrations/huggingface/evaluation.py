@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from integrations.huggingface.collator import PlacedDataset
+from integrations.huggingface.loaders import Loaders
 from integrations.huggingface.losses import Losses
 
 
@@ -16,6 +17,7 @@ def run(
     original: Callable[..., Any],
     trainer: Any,
     losses: Losses,
+    loaders: Loaders,
     dataloader: Any,
     description: str,
     prediction_loss_only: bool | None = None,
@@ -23,6 +25,7 @@ def run(
     metric_key_prefix: str = "eval",
 ) -> Any:
     """The trainer's `evaluation_loop`, with its loss and its order put right."""
+    dataloader = loaders.for_evaluation(dataloader)
     order = _order(dataloader)
     metrics = trainer.compute_metrics
     losses.begin_evaluation()

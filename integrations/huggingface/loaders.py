@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
-import numpy as np
-import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
+from accelerate.utils import gather_object
+from torch.utils.data import DataLoader, IterableDataset
 
 from integrations.huggingface.collator import BucketCollator, BucketedStream, PlacedDataset
-from integrations.huggingface.edges import find_edges, padded_tokens, with_overflow
-from integrations.huggingface.lengths import dataset_lengths, label_lengths, length_key, length_of, stream_lengths
+from integrations.huggingface.edges import expected_tokens, find_edges, padded_tokens, with_overflow
+from integrations.huggingface.lengths import (
+    Survey,
+    Unread,
+    is_hf_dataset,
+    length_key,
+    length_of,
+    room,
+    survey_dataset,
+    survey_stream,
+    takes_mask,
+)
 from integrations.huggingface.sampler import BucketBatchSampler
 
 WORTH = 0.95
@@ -35,9 +43,10 @@ class Loaders:
         self.trainer, self.buckets, self.limit, self.say = trainer, buckets, min(limit, 8), say
         self.edges: list[int] = []
         self.padding: tuple[int, int] | None = None  # padded tokens that hold nothing, and all tokens, of an epoch
-        self._lengths: dict[
-            int, tuple[Any, list[int] | None, list[int] | None]
+        self._surveys: dict[
+            tuple[int, int], tuple[Any, Survey | None, str]
         ] = {}  # the dataset is kept, so its id stays its own
+        self._evaluations: WeakKeyDictionary[Any, Callable[[], Any]] = WeakKeyDictionary()
         self._sampler: BucketBatchSampler | None = None
 
     def get_dataloader(
@@ -58,41 +67,62 @@ class Loaders:
         if args.world_size > 1 and args.accelerator_config.split_batches:
             return leave()  # a batch is then cut over ranks by the host
         if isinstance(dataset, IterableDataset):
-            return self._stream(leave, dataset, description, batch_size)
+            return self._stream(leave, dataset, description, batch_size) if is_training else leave()
+        if is_training:
+            grouped = self._grouped(dataset, description, batch_size, is_training=True)
+            return leave() if grouped is None else grouped
+        loader = leave()
+        if self._can_be_reordered() and isinstance(loader, DataLoader):
+            self._evaluations[loader] = partial(self._grouped, dataset, description, batch_size, is_training=False)
+        return loader
+
+    def for_evaluation(self, loader: Any) -> Any:
+        """The bucketed twin of an evaluation loader, for the host's own loop only, which puts the order back.
+
+        Whoever asks the trainer for a loader gets the data in its own order.
+        """
+        build = self._evaluations.get(loader) if isinstance(loader, DataLoader) else None
+        if build is None:
+            return loader
+        grouped = build()
+        if grouped is None:
+            return loader
+        if self.trainer.args.dataloader_persistent_workers:
+            # its workers go on living, so the next evaluation must find them
+            self._evaluations[loader] = lambda: grouped
+        return grouped
+
+    def _grouped(self, dataset: Any, description: str, batch_size: int, is_training: bool) -> Any:
+        """A loader of one bucket a batch; None where that is not possible, or not worth it."""
         key = length_key(self.trainer.processing_class, self.trainer.model)
-        lengths = self._known_lengths(dataset, key)
-        if lengths is None:
-            return leave()
+        found = self._survey(survey_dataset, dataset, key, together=not is_training or self.trainer.is_in_train)
+        if found is None:
+            return None
         group = batch_size * self.trainer.args.world_size
-        edges = self._edges(lengths, group, is_training)
-        if edges is None:
-            return leave()
-        grouped = is_training or self._can_be_reordered()
-        sampler = self._sampler_for(dataset, lengths, edges, batch_size, is_training)
+        edges = self._edges(found.lengths, group, is_training)
+        if edges is None or not self._may_pad():
+            return None
+        sampler = self._sampler_for(found, edges, batch_size, is_training)
         collate: Any = self.trainer.data_collator
-        if _is_hf_dataset(dataset):
+        if is_hf_dataset(dataset):
             dataset = self.trainer._remove_unused_columns(dataset, description=description)
         else:
             collate = self.trainer._get_collator_with_removed_columns(collate, description=description)
         placed = PlacedDataset(dataset)
-        if grouped and not is_training:
+        if not is_training:
             placed.order = sampler.order
-        batches = sampler if grouped else BatchSampler(SequentialSampler(lengths), batch_size, False)
         loader = self._prepare(
             DataLoader(
                 placed,
-                batch_sampler=batches,
-                collate_fn=self._collator(collate, edges, key),
+                batch_sampler=sampler,
+                collate_fn=self._collator(collate, edges, key, found),
                 **self._options(is_training),
             )
         )
-        if dataloader_key is not None and args.dataloader_persistent_workers:
-            # as the host does: its workers go on living, so the next evaluation must find them
-            vars(self.trainer).setdefault("_eval_dataloaders", {})[dataloader_key] = loader
         if is_training:
             self._sampler, self.edges = sampler, edges
-            padded = padded_tokens(lengths, edges, group)
-            self.padding = (padded - sum(lengths), padded)
+            padded = padded_tokens(found.lengths, edges, group)
+            self.padding = (padded - sum(found.lengths), padded)
             _no_second_sharding(loader)
         return loader
 
@@ -121,44 +151,59 @@ class Loaders:
         longest = max(lengths)
         if self.buckets != "auto":
             given = [int(edge) for edge in self.buckets]
-            edges = with_overflow(given, longest)
+            edges = with_overflow(given, longest, self._room())
             if len(edges) > len(given):
                 self.say(
                     f"buckets={given}: the longest sample has {longest} tokens, so an edge of {edges[-1]} was added"
                 )
             return edges
         if not is_training and self.edges:
-            return with_overflow(self.edges, longest)
-        edges = find_edges(lengths, group, self.limit)
+            return with_overflow(self.edges, longest, self._room())
+        edges = find_edges(lengths, group, self.limit, self._room())
         size = group // self.trainer.args.world_size
-        plain = _expected_tokens(lengths, size) if len(set(lengths)) > 1 else 0
+        plain = expected_tokens(lengths, size) if len(set(lengths)) > 1 else 0
         return edges if padded_tokens(lengths, edges, group) <= WORTH * plain else None
 
     def _can_be_reordered(self) -> bool:
-        """Predictions must come back in the data's own order, which needs them all in one piece."""
+        """Predictions must come back in the data's own order, which needs them all, and in one piece."""
         args = self.trainer.args
-        return bool(args.eval_do_concat_batches) and not args.batch_eval_metrics
+        return bool(args.eval_do_concat_batches) and not args.batch_eval_metrics and not args.dataloader_drop_last
 
-    def _known_lengths(self, dataset: Any, key: str) -> list[int] | None:
-        if id(dataset) not in self._lengths:
-            column = getattr(self.trainer.args, "length_column_name", "length")
-            with _random_kept():
-                try:
-                    found = dataset_lengths(dataset, key, column)
-                except (TypeError, NotImplementedError):
-                    found = None
-                labels = label_lengths(dataset, found) if found else None
-            self._lengths[id(dataset)] = (dataset, found, labels)
-        return self._lengths[id(dataset)][1]
+    def _may_pad(self) -> bool:
+        """Padding that a model reads changes its result."""
+        if takes_mask(self.trainer.model) is False:
+            self._leave(f"{type(self.trainer.model).__name__} takes no attention_mask")
+            return False
+        return True
+
+    def _leave(self, why: str) -> None:
+        self.say(f"buckets={self.buckets}: {why}; batches stay as the host makes them")
+
+    def _survey(self, read: Callable[..., Survey | None], dataset: Any, key: str, together: bool) -> Survey | None:
+        """What is known of a dataset; `together` where all ranks ask at once, and so can agree."""
+        place = (id(dataset), getattr(dataset, "__len__", int)())  # a dataset may grow between two runs
+        if place not in self._surveys:
+            try:
+                self._surveys[place] = (dataset, read(dataset, key, self._label_names()), "")
+            except Unread as reason:
+                self._surveys[place] = (dataset, None, str(reason))
+        _, found, why = self._surveys[place]
+        if together and self.trainer.args.world_size > 1:
+            # one rank that read too slowly must not deal its samples in another way than the rest
+            why = next(filter(None, gather_object([why])), "")
+        if why:
+            self._leave(why)
+        return None if why else found
+
+    def _label_names(self) -> list[str]:
+        return list(getattr(self.trainer, "label_names", None) or [])
 
     # -- building ----------------------------------------------------------------------------------------------
 
-    def _sampler_for(
-        self, dataset: Any, lengths: list[int], edges: list[int], batch_size: int, is_training: bool
-    ) -> BucketBatchSampler:
+    def _sampler_for(self, found: Survey, edges: list[int], batch_size: int, is_training: bool) -> BucketBatchSampler:
         args = self.trainer.args
         return BucketBatchSampler(
-            lengths,
+            found.lengths,
             edges,
             batch_size,
             ranks=args.world_size,
@@ -166,37 +211,55 @@ class Loaders:
             shuffle=is_training,
             seed=args.seed if args.data_seed is None else args.data_seed,
             drop_last=args.dataloader_drop_last,
-            label_lengths=self._lengths[id(dataset)][2],
+            label_lengths=found.label_lengths,
+            room=self._room(),
         )
 
-    def _collator(self, collate: Any, edges: list[int], key: str) -> BucketCollator:
-        tokenizer = self.trainer.processing_class or getattr(self.trainer.data_collator, "tokenizer", None)
+    def _tokenizer(self) -> Any:
+        return self.trainer.processing_class or getattr(self.trainer.data_collator, "tokenizer", None)
+
+    def _room(self) -> int:
+        return room(self.trainer.model, self._tokenizer())
+
+    def _collator(self, collate: Any, edges: list[int], key: str, found: Survey) -> BucketCollator:
+        tokenizer = self._tokenizer()
         pad = getattr(tokenizer, "pad_token_id", None)
         if pad is None:
             pad = getattr(getattr(self.trainer.model, "config", None), "pad_token_id", None)
-        # a list of ids is a user's choice that cannot be padded with one id
-        side = getattr(tokenizer, "padding_side", "right")
-        return BucketCollator(collate, edges, pad_token_id=pad if isinstance(pad, int) else 0, side=side, key=key)
+        return BucketCollator(
+            collate,
+            edges,
+            forms=found.forms,
+            label_names=self._label_names(),
+            # a list of ids is a user's choice that cannot be padded with one id
+            pad_token_id=pad if isinstance(pad, int) else 0,
+            side=getattr(tokenizer, "padding_side", "right"),
+            key=key,
+            masked=takes_mask(self.trainer.model) is True,
+            copies=type(self.trainer.data_collator).__module__.startswith("transformers."),
+            room=self._room(),
+        )
 
     def _stream(self, leave: Callable[[], Any], dataset: Any, description: str, batch_size: int) -> Any:
+        if _once(dataset):
+            return leave()  # a stream that can be read only once must not be looked into
         key = length_key(self.trainer.processing_class, self.trainer.model)
+        found = self._survey(survey_stream, dataset, key, together=self.trainer.is_in_train)
+        if found is None:
+            return leave()
         group = batch_size * self.trainer.args.world_size
         if isinstance(self.buckets, str):
-            if _once(dataset):
-                return leave()  # a stream that can be read only once must not be looked into
-            lengths = stream_lengths(dataset, key)
-            edges = find_edges(lengths, group, self.limit) if lengths and len(set(lengths)) > 1 else []
+            edges = find_edges(found.lengths, group, self.limit, self._room()) if len(set(found.lengths)) > 1 else []
         else:
             edges = [int(edge) for edge in self.buckets]
-        if not edges:
+        if not edges or not self._may_pad():
             return leave()
         self.edges = self.edges or edges
         stream = BucketedStream(dataset, edges, group, lambda sample: length_of(sample, key) or 0)
         collate = self.trainer._get_collator_with_removed_columns(self.trainer.data_collator, description=description)
         options = {k: v for k, v in self._options(False).items() if k != "worker_init_fn"}
-        return self._prepare(
-            DataLoader(stream, batch_size=batch_size, collate_fn=self._collator(collate, edges, key), **options)
-        )
+        collator = self._collator(collate, edges, key, found)
+        return self._prepare(DataLoader(stream, batch_size=batch_size, collate_fn=collator, **options))
 
     def _options(self, is_training: bool) -> dict[str, Any]:
         args = self.trainer.args
@@ -205,6 +268,8 @@ class Loaders:
             "pin_memory": args.dataloader_pin_memory,
             "persistent_workers": args.dataloader_persistent_workers,
             "prefetch_factor": args.dataloader_prefetch_factor,
+            "multiprocessing_context": getattr(args, "dataloader_multiprocessing_context", None),
+            "in_order": getattr(args, "dataloader_in_order", True),
         }
         if is_training:
             from transformers.trainer_utils import seed_worker
@@ -217,18 +282,6 @@ class Loaders:
         return self.trainer.accelerator.prepare(loader)
 
 
-@contextmanager
-def _random_kept() -> Iterator[None]:
-    """Looking at samples leaves no trace: a data set may draw random numbers for each (augmentation)."""
-    python, numbers = random.getstate(), np.random.get_state()
-    try:
-        with torch.random.fork_rng():
-            yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numbers)
-
-
 def _no_second_sharding(loader: Any) -> None:
     """The sampler gives each rank its own batches; accelerate's wrapper would share them out again."""
     shard = getattr(loader, "batch_sampler", None)
@@ -237,24 +290,6 @@ def _no_second_sharding(loader: Any) -> None:
         shard.batch_size = None  # or it would fill a short batch up with samples that were seen
 
 
-def _expected_tokens(lengths: Sequence[int], size: int) -> float:
-    """Tokens that an epoch of shuffled batches of `size` costs when each is padded to its longest sample.
-
-    With the lengths in order, the k-th smallest of n is the longest of a draw with probability
-    (k/n)^size - ((k-1)/n)^size (draws with replacement).
-    """
-    n = len(lengths)
-    return n * sum(x * ((k / n) ** size - ((k - 1) / n) ** size) for k, x in enumerate(sorted(lengths), start=1))
-
-
 def _once(dataset: Any) -> bool:
     """True for an iterator, which gives its samples only once."""
     return iter(dataset) is dataset or hasattr(dataset, "__next__")
-
-
-def _is_hf_dataset(dataset: Any) -> bool:
-    try:
-        import datasets
-    except ImportError:
-        return False
-    return isinstance(dataset, datasets.Dataset)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
@@ -9,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch.utils.data import Sampler
 
-from integrations.huggingface.edges import bucket_of
+from integrations.huggingface.edges import bucket_of, fitted
 
 
 class Placed(NamedTuple):
@@ -38,6 +39,7 @@ class BucketBatchSampler(Sampler[list[Placed]]):
         seed: the order of an epoch depends on (seed, epoch) and on nothing else, so a resumed run sees it again.
         drop_last: leave out the short step.
         label_lengths: tokens of every sample's labels where these have a length of their own (seq2seq).
+        room: tokens that the model has positions for.
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class BucketBatchSampler(Sampler[list[Placed]]):
         seed: int = 0,
         drop_last: bool = False,
         label_lengths: Sequence[int] | None = None,
+        room: int = sys.maxsize,
     ) -> None:
         if batch_size < 1:
             raise ValueError(f"batch_size={batch_size}: allowed are integers of at least 1")
@@ -61,7 +64,7 @@ class BucketBatchSampler(Sampler[list[Placed]]):
         self.batch_size, self.ranks, self.rank = batch_size, ranks, rank
         self.shuffle, self.seed, self.drop_last = shuffle, seed, drop_last
         self.epoch = 0
-        self.label_edges = self._label_edges(label_lengths)
+        self.label_edges = self._label_edges(label_lengths, room)
         self._buckets: list[list[int]] = [[] for _ in self.edges]
         for index, length in enumerate(self.lengths):
             self._buckets[bucket_of(length, self.edges)].append(index)
@@ -122,14 +125,14 @@ class BucketBatchSampler(Sampler[list[Placed]]):
             shared.append([placed[a:b] for a, b in pairwise(cuts)])
         return [[batch for batch in step if batch] for step in shared]
 
-    def _label_edges(self, label_lengths: Sequence[int] | None) -> list[int]:
+    def _label_edges(self, label_lengths: Sequence[int] | None, room: int) -> list[int]:
         """For every bucket the longest labels in it or in a shorter one, which may be promoted into it."""
         if label_lengths is None:
             return [0] * len(self.edges)
         longest = [0] * len(self.edges)
         for length, labels in zip(self.lengths, label_lengths, strict=True):
             bucket = bucket_of(length, self.edges)
-            longest[bucket] = max(longest[bucket], -(-labels // 8) * 8)
+            longest[bucket] = max(longest[bucket], fitted(labels, room))
         for bucket in range(1, len(longest)):
             longest[bucket] = max(longest[bucket], longest[bucket - 1])
         return longest

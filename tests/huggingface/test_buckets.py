@@ -10,9 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from integrations.huggingface.collator import BucketCollator, BucketedStream, PlacedDataset
+from integrations.huggingface.collator import BucketCollator, BucketedStream, Marked, PlacedDataset
 from integrations.huggingface.edges import bucket_of, find_edges, padded_tokens, with_overflow
-from integrations.huggingface.lengths import dataset_lengths
+from integrations.huggingface.lengths import Form
 from integrations.huggingface.sampler import BucketBatchSampler
 
 
@@ -26,6 +26,9 @@ def collate(features):
         ),
         "labels": torch.tensor([f["labels"] + [-100] * (longest - len(f["labels"])) for f in features]),
     }
+
+
+ALONG, OWN = {"labels": Form.ALONG}, {"labels": Form.OWN}
 
 
 def samples(lengths):
@@ -87,7 +90,9 @@ def test_case_pytorch_188150_lengths():
     data = PlacedDataset(samples(lengths))
     edges = [64, 128, 256, 512]
     loader = torch.utils.data.DataLoader(
-        data, batch_sampler=BucketBatchSampler(lengths, edges, 8), collate_fn=BucketCollator(collate, edges)
+        data,
+        batch_sampler=BucketBatchSampler(lengths, edges, 8),
+        collate_fn=BucketCollator(collate, edges, forms=ALONG),
     )
     shapes = Counter(tuple(batch["input_ids"].shape) for batch in loader)
     assert {shape[1] for shape in shapes} <= set(edges)
@@ -124,7 +129,7 @@ def test_order_without_shuffle_is_the_order_of_visits():
 
 def test_collator_pads_labels_too_and_keeps_content():
     data = samples([3, 5])
-    batch = BucketCollator(collate, [8, 16])(data)
+    batch = BucketCollator(collate, [8, 16], forms=ALONG)(data)
     assert batch["input_ids"].shape == batch["labels"].shape == batch["attention_mask"].shape == (2, 8)
     assert batch["labels"][0].tolist() == [1] * 3 + [-100] * 5
     assert batch["attention_mask"].sum() == 8
@@ -132,7 +137,7 @@ def test_collator_pads_labels_too_and_keeps_content():
 
 
 def test_collator_pads_on_the_left_where_the_tokenizer_does():
-    batch = BucketCollator(collate, [8], side="left", pad_token_id=9)(samples([4, 4]))
+    batch = BucketCollator(collate, [8], forms=ALONG, side="left", pad_token_id=9)(samples([4, 4]))
     assert batch["input_ids"][0].tolist() == [9] * 4 + [1] * 4
     assert batch["labels"][0].tolist() == [-100] * 4 + [1] * 4
 
@@ -143,6 +148,12 @@ def test_collator_adds_a_mask_where_it_adds_padding():
 
     batch = BucketCollator(bare, [8])(samples([5, 5]))
     assert batch["attention_mask"].tolist() == [[1] * 5 + [0] * 3] * 2
+
+
+def test_a_model_of_unknown_positions_gets_the_edges_and_nothing_beyond():
+    collator = BucketCollator(collate, [8, 16], forms=ALONG, room=0)
+    assert collator(samples([3, 5]))["labels"].shape == (2, 8)
+    assert collator([Marked(sample, 32, 0) for sample in samples([17, 18])])["input_ids"].shape == (2, 18)
 
 
 def test_seq2seq_labels_have_few_lengths():
@@ -157,10 +168,24 @@ def test_seq2seq_labels_have_few_lengths():
 
     sampler = BucketBatchSampler(lengths, [16, 32], 2, label_lengths=labels)
     loader = torch.utils.data.DataLoader(
-        PlacedDataset(data), batch_sampler=sampler, collate_fn=BucketCollator(pad, [16, 32])
+        PlacedDataset(data), batch_sampler=sampler, collate_fn=BucketCollator(pad, [16, 32], forms=OWN)
     )
     shapes = {(tuple(b["input_ids"].shape), tuple(b["labels"].shape)) for b in loader}
     assert shapes == {((2, 16), (2, 16)), ((2, 32), (2, 24))}
+
+
+def test_what_has_the_labels_own_length_is_padded_with_them_or_not_at_all():
+    def pair(name):
+        def both(features):
+            own = torch.ones(1, 3, dtype=torch.long)
+            return {"input_ids": torch.full((1, 8), 5), "labels": own, name: own}
+
+        return BucketCollator(both, [8], forms=OWN, pad_token_id=9)([{"input_ids": [5] * 8}])
+
+    decoder, weights = pair("decoder_input_ids"), pair("weights")
+    assert decoder["labels"].tolist() == [[1] * 3 + [-100] * 5]
+    assert decoder["decoder_input_ids"].tolist() == [[1] * 3 + [9] * 5]
+    assert weights["labels"].shape == weights["weights"].shape == (1, 3)
 
 
 def test_stream_is_bounded_and_gives_runs_of_one_bucket():
@@ -180,10 +205,10 @@ def test_stream_is_bounded_and_gives_runs_of_one_bucket():
     for sample in stream:
         out.append(sample)
         assert taken - len(out) <= 4 * (group - 1) + group  # three edges and one overflow edge
-    assert Counter(sample["input_ids"][0] for sample in out) == Counter(range(1, 501))
+    assert Counter(marked.sample["input_ids"][0] for marked in out) == Counter(range(1, 501))
     runs = [out[at : at + group] for at in range(0, len(out), group)]
-    assert all(len({sample["_bucket_edge"] for sample in run}) == 1 for run in runs)
-    assert {sample["_bucket_edge"] for sample in out} <= {64, 128, 256, 512}
+    assert all(len({sample.edge for sample in run}) == 1 for run in runs)
+    assert {sample.edge for sample in out} <= {64, 128, 256, 512}
 
 
 def test_too_long_a_sample():
@@ -191,12 +216,3 @@ def test_too_long_a_sample():
     assert with_overflow([64, 128], 301) == [64, 128, 304]
     with pytest.raises(ValueError, match=r"buckets=\[64, 128\]: a sample has 301 tokens"):
         bucket_of(301, [64, 128])
-
-
-def test_lengths_from_a_column_or_from_samples():
-    datasets = pytest.importorskip("datasets")
-    data = datasets.Dataset.from_list(samples([3, 1, 4]))
-    assert dataset_lengths(data, "input_ids") == [3, 1, 4]
-    assert dataset_lengths(data.add_column("length", [7, 7, 7]), "input_ids") == [7, 7, 7]
-    assert dataset_lengths(samples([2, 2]), "input_ids") == [2, 2]
-    assert dataset_lengths([{"pixel_values": torch.zeros(3, 8, 8)}], "pixel_values") is None
