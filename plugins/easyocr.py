@@ -12,6 +12,7 @@ three files (`model/NAME.pth`, `user_network/NAME.yaml`, `user_network/NAME.py`)
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ from integrations.easyocr.settings import read_settings
 from integrations.easyocr.standing import Result, Standing
 from integrations.easyocr.stream import MicroBatch, loader
 from plugins.config import AccelConfig
-from plugins.core.checkpoint import seed_everything, sweep, write_atomically
+from plugins.core.checkpoint import Claimed, claimed, seed_everything, sweep, write_atomically
 from plugins.core.interrupt import asked_to_stop
 from plugins.core.ranks import any_rank, from_first, joined
 from plugins.core.report import versions
@@ -77,13 +78,43 @@ def fit(
         raise AccelError(str(error)) from None
     last = prepared.folder / "last.pt"
     start = last if resume is True else Path(resume) if resume else None
-    if start is None and last.is_file():
+    own = start is not None and start.resolve() == last.resolve()
+    if not own and (found := _earlier_run(prepared.folder, settings.experiment_name)):
+        on = "resume=True goes on from it, " if found == last else ""
         raise AccelError(
-            f"experiment_name={settings.experiment_name}: {last} is there already; resume=True goes on from it, "
+            f"experiment_name={settings.experiment_name}: {found} is there already; {on}"
             "another experiment_name or output leaves it alone"
         )
-    with joined() as rank:
-        return _Run(prepared, chosen, rank, say).train(start)
+    with joined() as rank, _alone_in(prepared.folder) if rank == 0 else nullcontext():
+        return _Run(prepared, chosen, rank, say).train(start, own)
+
+
+def _earlier_run(folder: Path, name: str) -> Path | None:
+    """What an earlier run left here that a new one would write over."""
+    kept = (folder / "last.pt", folder / "best_accuracy.pth", folder / "model" / f"{name}.pth")
+    return next((path for path in kept if path.is_file()), None)
+
+
+@contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """The experiment folder and its own are there, and no other run writes in them."""
+    inner = (folder / "model", folder / "user_network")
+    new = [path for path in (*inner, folder, *folder.parents) if not path.exists()]
+    try:
+        for path in inner:
+            path.mkdir(parents=True, exist_ok=True)
+        with claimed(folder):
+            yield
+    except Claimed as error:
+        raise AccelError(f"output={error}") from None
+    except (FileExistsError, NotADirectoryError, FileNotFoundError, PermissionError) as error:
+        if error.filename is None or folder not in (path := Path(error.filename), *path.parents, *folder.parents):
+            raise
+        raise AccelError(f"output={folder}: {error.strerror}: {error.filename}") from None
+    finally:
+        for path in new:  # a run that was refused leaves nothing
+            with suppress(OSError):
+                path.rmdir()
 
 
 def _config(options: dict[str, Any]) -> AccelConfig:
@@ -145,13 +176,16 @@ class _Run:
             seed=self.settings.manualSeed,
         )
 
-    def train(self, start: Path | None) -> Result:
-        """Trains, and leaves every file of the experiment folder, also when it stops early."""
+    def train(self, start: Path | None, own: bool = True) -> Result:
+        """Trains, and leaves every file of the experiment folder, also when it stops early.
+
+        `start`: the checkpoint to go on from, which is this folder's `own` or another run's.
+        """
         try:
             if start is not None:
-                self._resume(start)
-            self.folder.mkdir(parents=True, exist_ok=True)
-            sweep(self.folder)
+                self._resume(start, own)
+            if self.first:
+                sweep(self.folder)
             for note in self.prepared.notes:
                 self.accel.session.warn(note)
             board = self._board()
@@ -160,10 +194,14 @@ class _Run:
             raise
         try:
             stopped = self._loop(board)
-            if stopped != "interrupted" and self.validated != self.accel.updates:
-                self._validate(board)
-            elif self.first:
+            if self.first:
                 self._save()
+            if stopped != "interrupted" and self.validated != self.accel.updates:
+                with asked_to_stop():  # what was trained is saved; the validation is finished all the same
+                    self._validate(board)
+            facts = self.accel.session.report.window
+            if facts.skipped_updates and not facts.updates:
+                self.accel.session.warn("no update was made: every gradient was not finite; the weights are unchanged")
             if self.at.infeasible:
                 self.accel.session.warn(
                     f"{self.at.infeasible} times a label needed more frames than its crop gives: no gradient from it"
@@ -253,6 +291,8 @@ class _Run:
         """Reads the validation lines as the Reader does; rank 0 scores, saves and tells the others."""
         if self.first:
             self.readings = self._read()
+            for line in self.at.lost(self.readings.unreadable):
+                self.accel.session.warn(line)
             found = score(self.readings.texts, self.readings.labels)
             row = Row(
                 self.accel.updates,
@@ -288,25 +328,36 @@ class _Run:
     def _save(self) -> None:
         if self.at.exported is None:  # stopped before the first validation: the Reader gets what there is
             self.at.export(self.accel.weights())
-        self.accel.save(self.folder / "last.pt", order=self._order(), **self.at.state())
+        self.accel.save(self.folder / "last.pt", order=self._order(), steps=self._steps(), **self.at.state())
 
     def _order(self) -> list[Any]:
         """What the order of batches depends on."""
         seed, size = self.settings.manualSeed, self.settings.batch_size
         return [seed, size, self.batches.used, self.batches.edges.tolist(), self.accel.world]
 
-    def _resume(self, path: Path) -> None:
+    def _resume(self, path: Path, own: bool) -> None:
         extra = self.accel.resume(path)
         there, here = extra.get("characters"), self.prepared.characters
         if there != here:
             raise AccelError(f"{path}: its character set is {there!r}, the configuration's is {here!r}")
-        self.at.load(extra)
+        self.at.load(extra, own)
+        self._say_what_stays(path, extra.get("steps"))
         self.validated = self.at.history[-1].update if self.at.history else -1
         if extra["order"] != self._order():
             self.at.position = 0
             self.accel.session.warn(
                 f"{path}: data, batch size, seed, buckets or processes changed since: the order of lines begins anew"
             )
+
+    def _steps(self) -> dict[str, Any]:
+        """Settings of the optimizer and its schedule, which a resumed run takes from its file."""
+        settings = self.settings
+        return {name: getattr(settings, name) for name in ("optim", "lr", "beta1", "rho", "eps", "schedule", "warmup")}
+
+    def _say_what_stays(self, path: Path, there: dict[str, Any] | None) -> None:
+        changed = [f"{name}={value}" for name, value in (there or {}).items() if value != self._steps().get(name)]
+        if changed:
+            self.accel.session.warn(f"{path}: the optimizer goes on as it was saved, with {', '.join(changed)}")
 
     def _board(self) -> Board:
         self.accel.session.report.versions = versions("easyocr", "torchvision")

@@ -13,6 +13,7 @@ bare model and each process its own batches; gradients are reduced once an updat
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -39,6 +40,7 @@ from plugins.core.update import Outcome
 from plugins.errors import AccelError
 
 SCHEMA = 1
+STATE = {"model", "optimizer", "average", "window", "counts", "random", "extra"}  # of a checkpoint, at least
 ENDLESS = 100_000  # micro-batches that a loop without an end is taken to have left: a hanging compile must end too
 
 
@@ -79,9 +81,15 @@ class Accelerated:
     ) -> None:
         if isinstance(model, nn.parallel.DistributedDataParallel):
             raise AccelError("model=DistributedDataParallel: give the bare module; gradients are reduced here")
-        self.config = config if isinstance(config, AccelConfig) else AccelConfig(config, **options)
+        if isinstance(config, AccelConfig):
+            self.config = AccelConfig(**{**config.given(), **options}) if options else config
+        else:
+            self.config = AccelConfig(config, **options)
         self.model, self.optimizer = model, optimizer
-        self.device = next(model.parameters()).device
+        first = next(model.parameters(), None)
+        if first is None:
+            raise AccelError(f"model={type(model).__name__}: has no parameters to train")
+        self.device = first.device
         self.world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
         if self.config.seed != "host":
             checkpoint.seed_everything(int(self.config.seed))
@@ -180,6 +188,8 @@ class Accelerated:
                 one forward, its parts one after the other: (mean loss, targets), each computed when it is asked for.
             weight: those targets; a window's update is the gradient of the mean over all its targets.
         """
+        if not isinstance(weight, Tensor) and not (isinstance(weight, Real) and 0 <= weight < math.inf):
+            raise AccelError(f"backward: weight={weight!r}: expected a count of targets, 0 or more")
         if torch.is_autocast_enabled(self.device.type):
             raise AccelError("backward: called inside autocast; leave accel.forward first, backward belongs outside")
         if not self._entered:
@@ -237,16 +247,23 @@ class Accelerated:
         """Writes everything that a bit-for-bit resume needs, atomically; `extra` holds plain values and tensors.
 
         The weights lie under "model" with the model's own names; the file loads with `weights_only=True`.
+
+        Raises:
+            AccelError: something in `extra` that could not be loaded in this way.
         """
+        _check_plain(extra)
+        with self.average.unswapped() if self.average is not None else nullcontext():  # also inside `validation`
+            self._save(Path(path), extra)
+        return Path(path)
+
+    def _save(self, path: Path, extra: dict[str, Any]) -> None:
         state = {"accel": SCHEMA, **self.session.state_dict(), "extra": extra}
         if self.scheduler is not None:
             state["scheduler"] = self.scheduler.state_dict()
-        path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         checkpoint.write_atomically(path, lambda file: torch.save(state, file))
         if str(path) not in self.session.report.checkpoints:
             self.session.report.checkpoints.append(str(path))
-        return path
 
     def resume(self, path: str | Path) -> dict[str, Any]:
         """Goes on where `save` stopped, random state included; returns `extra`.
@@ -264,6 +281,8 @@ class Accelerated:
         if bool(state["average"]) != (self.average is not None):
             there = "with" if state["average"] else "without"
             raise AccelError(f"ema={self.config.ema}: {path} was saved {there} an EMA; resume with the same setting")
+        if why := _other_optimizer(state["optimizer"], self.optimizer):
+            raise AccelError(f"{path}: saved with another optimizer than {type(self.optimizer).__name__}: {why}")
         self.session.load_state_dict(state)
         if self.scheduler is not None and "scheduler" in state:
             self.scheduler.load_state_dict(state["scheduler"])
@@ -330,13 +349,38 @@ def _shape(state: dict[str, Any], name: str) -> Any:
     return list(state[name].shape) if name in state else "missing"
 
 
+def _other_optimizer(state: dict[str, Any], optimizer: torch.optim.Optimizer) -> str:
+    """Why the state is not one of this optimizer, or empty."""
+    here, there = optimizer.state_dict()["param_groups"], state["param_groups"]
+    sizes = [[len(group["params"]) for group in groups] for groups in (here, there)]
+    if sizes[0] != sizes[1]:
+        return f"groups of {sizes[1]} parameters there, of {sizes[0]} here"
+    missing = sorted({name for a, b in zip(here, there, strict=True) for name in a.keys() - b.keys()} - {"initial_lr"})
+    return f"it has no {', '.join(missing)}" if missing else ""
+
+
+def _check_plain(extra: dict[str, Any]) -> None:
+    for name, value in extra.items():
+        held = io.BytesIO()
+        try:
+            torch.save(value, held)
+            held.seek(0)
+            torch.load(held, weights_only=True)
+        except Exception:
+            kind = type(value).__name__
+            raise AccelError(
+                f"save: {name} holds {kind}; allowed are numbers, text, tensors, lists and dicts"
+            ) from None
+
+
 def _read(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise AccelError(f"{path}: no such file; expected a checkpoint that `save` wrote")
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
-        raise AccelError(f"{path}: not readable as a checkpoint: {str(error).splitlines()[0]}") from None
-    if not isinstance(state, dict) or state.get("accel") != SCHEMA:
+        why = type(error).__name__  # torch's own text is several lines of advice
+        raise AccelError(f"{path}: not readable as a checkpoint ({why})") from None
+    if not isinstance(state, dict) or state.get("accel") != SCHEMA or not state.keys() >= STATE:
         raise AccelError(f"{path}: not a checkpoint of schema {SCHEMA} that `save` wrote")
     return state

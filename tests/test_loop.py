@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from plugins.config import AccelConfig
 from plugins.errors import AccelError
 from plugins.loop import Accelerated
 from tests import reference
@@ -211,3 +212,56 @@ def test_the_twins_train_the_same(tmp_path, monkeypatch, capsys):
     finally:
         for name in ("loop_resnet_plain", "loop_resnet", "gratings"):
             sys.modules.pop(name, None)
+
+
+def test_save_and_weights_inside_validation_are_those_outside(tmp_path):
+    accel = accelerated(network(), ema=0.5)
+    run(accel, batches([4, 4]))
+    right, live = accel.weights(), copy.deepcopy(accel.model.state_dict())
+    with accel.validation():
+        inside = accel.weights()
+        accel.save(tmp_path / "inside.pt")
+    accel.save(tmp_path / "outside.pt")
+    assert all(torch.equal(inside[name], right[name]) for name in right)
+    saved = [torch.load(tmp_path / f"{name}.pt", weights_only=True) for name in ("inside", "outside")]
+    for name in live:
+        assert torch.equal(saved[0]["model"][name], live[name])
+        assert torch.equal(saved[0]["average"]["shadow"][name], saved[1]["average"]["shadow"][name])
+
+
+def test_options_beside_a_config_are_laid_over_it():
+    accel = accelerated(network(), config=AccelConfig(ema=0.9), accumulate=4)
+    assert (accel.accumulate, accel.config.ema) == (4, 0.9)
+    with pytest.raises(AccelError, match="nonsense"):
+        accelerated(network(), config=AccelConfig(), nonsense=3)
+
+
+@pytest.mark.parametrize("weight", [-1, float("nan"), float("inf"), "3", None])
+def test_a_weight_that_is_no_count(weight):
+    accel = accelerated(network())
+    with pytest.raises(AccelError, match="expected a count of targets"):
+        accel.backward(torch.ones((), requires_grad=True), weight=weight)
+
+
+def test_a_checkpoint_of_another_optimizer_changes_nothing(tmp_path):
+    model = network()
+    first = accelerated(model, torch.optim.AdamW(model.parameters()))
+    run(first, batches([4]))
+    first.save(tmp_path / "adamw.pt")
+    second = accelerated(network())
+    before = copy.deepcopy(second.model.state_dict())
+    with pytest.raises(AccelError, match="another optimizer than SGD: it has no dampening, momentum"):
+        second.resume(tmp_path / "adamw.pt")
+    assert all(torch.equal(before[name], t) for name, t in second.model.state_dict().items())
+
+
+def test_what_could_not_be_loaded_again_is_not_saved(tmp_path):
+    accel = accelerated(network())
+    with pytest.raises(AccelError, match="save: where holds "):
+        accel.save(tmp_path / "last.pt", where=tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_model_without_parameters():
+    with pytest.raises(AccelError, match="model=ReLU: has no parameters"):
+        Accelerated(nn.ReLU(), sgd(network().parameters()))

@@ -138,9 +138,13 @@ class Standing:
             "history": [asdict(row) for row in self.history],
         }
 
-    def load(self, state: Mapping[str, Any]) -> None:
+    def load(self, state: Mapping[str, Any], own: bool) -> None:
+        """`own`: the state is this folder's. The Reader's files are then those of its best weights; where they are
+        not there, or another run's, the next validation decides anew what is best."""
         for name in ("position", "infeasible", "stale", "unreadable"):
             setattr(self, name, state[name])
         self.best = {name: Score(**found) for name, found in state["best"].items()}
         self.history[:] = [Row(**row) for row in state["history"]]
-        self.exported = self.files if all(file.is_file() for file in self.files.files) else None
+        self.exported = self.files if own and all(file.is_file() for file in self.files.files) else None
+        if self.exported is None:
+            self.best = {}

@@ -23,6 +23,7 @@ class EMA:
 
     def __init__(self, model: nn.Module, decay: float, ramp: bool = True) -> None:
         self.decay, self.ramp, self.updates = decay, ramp, 0
+        self._inside = False
         self._live = _tensors(model)
         self._shadow = {name: tensor.detach().clone() for name, tensor in self._live.items()}
 
@@ -39,11 +40,25 @@ class EMA:
     @contextmanager
     def swapped(self) -> Iterator[None]:
         """Inside, the model holds the averaged weights. Values move, storages stay, so compiled code holds."""
-        self._swap()
+        with self._holding(average=True):
+            yield
+
+    @contextmanager
+    def unswapped(self) -> Iterator[None]:
+        """Inside, the model holds the live weights, also where it is inside `swapped` (to be saved)."""
+        with self._holding(average=False):
+            yield
+
+    @contextmanager
+    def _holding(self, average: bool) -> Iterator[None]:
+        before = self._inside
+        if before != average:
+            self._swap()
         try:
             yield
         finally:
-            self._swap()
+            if self._inside != before:
+                self._swap()
 
     @torch.no_grad()
     def _swap(self) -> None:
@@ -51,6 +66,7 @@ class EMA:
             kept = tensor.detach().clone()
             tensor.copy_(self._shadow[name])
             self._shadow[name].copy_(kept)
+        self._inside = not self._inside
 
     @torch.no_grad()
     def adopt(self) -> None:

@@ -89,3 +89,22 @@ def test_reseed_starts_from_the_live_weights() -> None:
     assert same(shadow.state_dict()["shadow"], snapshot(model))
     move(model)
     assert not same(shadow.state_dict()["shadow"], snapshot(model))
+
+
+def test_swapped_inside_swapped_changes_nothing_and_unswapped_gives_the_live_weights() -> None:
+    model = nn.Linear(2, 1)
+    average = EMA(model, 0.5, ramp=False)
+    with torch.no_grad():
+        model.weight.add_(1.0)
+    average.update()
+    live, shadow = model.weight.detach().clone(), average.state_dict()["shadow"]["weight"].clone()
+    assert not torch.equal(live, shadow)
+    with average.swapped():
+        with average.swapped():
+            assert torch.equal(model.weight, shadow)
+        assert torch.equal(model.weight, shadow)
+        with average.unswapped():
+            assert torch.equal(model.weight, live)
+            assert torch.equal(average.state_dict()["shadow"]["weight"], shadow)
+        assert torch.equal(model.weight, shadow)
+    assert torch.equal(model.weight, live)

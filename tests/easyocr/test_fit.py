@@ -268,3 +268,62 @@ print(json.dumps(sizes))
     sizes = json.loads(done.stdout.splitlines()[-1])
     assert len(sizes) == 20
     assert sizes[-1] - sizes[4] < 24 * 2**20
+
+
+def test_an_earlier_run_is_not_written_over(tiny, tmp_path):
+    first = fit(tiny, say=lambda line: None)
+    other = fit({**tiny, "experiment_name": "other_numbers"}, say=lambda line: None)
+    kept = {path: path.read_bytes() for path in first.folder.rglob("*.pt*") if path.is_file()}
+    with pytest.raises(AccelError, match=r"last\.pt is there already"):
+        fit(tiny, resume=other.folder / "last.pt", say=lambda line: None)
+    (first.folder / "last.pt").unlink()
+    with pytest.raises(AccelError, match=r"best_accuracy\.pth is there already; another experiment_name"):
+        fit(tiny, say=lambda line: None)
+    assert all(path.read_bytes() == data for path, data in kept.items() if path.name != "last.pt")
+
+
+def test_going_on_from_another_run_decides_anew_what_is_best(tiny):
+    first = fit(tiny, say=lambda line: None)
+    third = fit(
+        {**tiny, "experiment_name": "third_numbers", "num_iter": tiny["num_iter"] + 2},
+        resume=first.folder / "last.pt", say=lambda line: None,
+    )  # fmt: skip
+    assert (third.folder / "best_accuracy.pth").is_file()
+    assert all(path.is_file() for path in third.exported.files)
+
+
+def test_the_optimizer_goes_on_as_it_was_saved_and_says_so(tiny):
+    fit(tiny, say=lambda line: None)
+    lines = []
+    fit({**tiny, "lr": 123.0, "num_iter": tiny["num_iter"] + 1}, resume=True, say=lines.append)
+    assert any("the optimizer goes on as it was saved, with lr=" in line for line in lines)
+
+
+def test_another_optimizer_on_a_resume_is_one_line(tiny):
+    first = fit(tiny, say=lambda line: None)
+    kept = (first.folder / "last.pt").read_bytes()
+    with pytest.raises(AccelError, match="saved with another optimizer"):
+        fit(
+            {**tiny, "optim": "adadelta" if tiny.get("optim") == "adam" else "adam"}, resume=True, say=lambda line: None
+        )
+    assert (first.folder / "last.pt").read_bytes() == kept
+
+
+def test_an_output_that_is_a_file(tiny, tmp_path):
+    (tmp_path / "taken").write_text("mine")
+    with pytest.raises(AccelError, match="output="):
+        fit({**tiny, "output": str(tmp_path / "taken")}, say=lambda line: None)
+    assert (tmp_path / "taken").read_text() == "mine"
+
+
+def test_two_runs_at_once_in_one_folder(tiny):
+    lines = []
+
+    def again(line):
+        if not lines:
+            lines.append(line)
+            with pytest.raises(AccelError, match="another run writes here"):
+                fit(tiny, resume=False, say=lambda line: None)
+
+    fit({**tiny, "saved_model": "", "accel": {"batchnorm": "host"}, "batch_size": 4}, say=again)
+    assert lines
