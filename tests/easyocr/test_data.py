@@ -87,6 +87,40 @@ def test_errors_name_the_file(tmp_path):
         read_folder(folder, "train_data", Skipped())
 
 
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
+def test_only_line_feeds_end_a_row(tmp_path, end):
+    labels = ["a\u2028b", "c\x85d", "e\x0cf", "g\x1ch"]
+    rows = ["filename,words", *(f"{number}.png,{label}" for number, label in enumerate(labels))]
+    (tmp_path / "labels.csv").write_bytes(end.join(rows).encode())
+    assert [label for _, label in data.read_labels(tmp_path)] == labels
+
+
+def test_a_name_that_no_file_can_have_is_a_missing_image(tmp_path):
+    folder = write_folder(tmp_path / "x", ["12"])
+    with (folder / "labels.csv").open("a", encoding="utf-8") as file:
+        file.write("a" * 300 + ".png,5\nb\0.png,6\n")
+    labels, skipped = served(folder, number="0123456789")
+    assert labels == ["12"]
+    assert skipped.counts == {"missing image": 2}
+
+
+def test_nothing_left_to_validate_is_not_told_as_training(tmp_path):
+    lines = read_folder(write_folder(tmp_path / "x", ["a"]), "valid_data", Skipped())
+    with pytest.raises(EasyOCRError, match="valid_data: no line is left to read"):
+        keep_trainable(lines, "0", read_settings({})[0], Skipped())
+
+
+def test_a_picture_that_is_lost_after_it_was_read(tmp_path):
+    folder = write_folder(tmp_path / "x", ["12", "34"])
+    lines = read_folder(folder, "train_data", Skipped())
+    assert lines.grey(0) is not None
+    assert lines.grey(1) is not None
+    (folder / "0.png").unlink()
+    (folder / "1.png").write_bytes((folder / "1.png").read_bytes()[:-200])
+    assert lines.grey(0) is None
+    assert lines.grey(1) is None
+
+
 def test_leaf_folders_at_any_depth(tmp_path):
     write_folder(tmp_path / "all" / "a" / "deep", ["1", "2"])
     write_folder(tmp_path / "all" / "b", ["3"])
