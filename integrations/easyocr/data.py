@@ -7,6 +7,7 @@ counted by reason and listed by name; a set that is empty after that is an error
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,9 @@ from integrations.easyocr.errors import EasyOCRError
 from integrations.easyocr.settings import Settings
 
 HEADER = "filename,words"
-_EXIF_ORIENTATION, _SIDEWAYS = 0x0112, {5, 6, 7, 8}
 # What Pillow raises over a file that is gone, damaged, or larger than it takes.
 UNDECODABLE = (OSError, SyntaxError, ValueError, AttributeError, Image.DecompressionBombError)
+_EXIF_ORIENTATION, _SIDEWAYS = 0x0112, {5, 6, 7, 8}
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,6 @@ class LineSet:
             return None
 
 
-def read_grey(path: Path) -> np.ndarray | None:
 def grey_of(picture: Image.Image) -> np.ndarray:
     """A picture as uint8 [h, w]; one of 16 bits loses its lower 8, as where the Reader reads its file.
 
@@ -101,6 +101,7 @@ def grey_of(picture: Image.Image) -> np.ndarray:
     return values.clip(0, 255).astype(np.uint8)
 
 
+def read_grey(path: Path) -> np.ndarray | None:
     """A file as uint8 [h, w], by the Reader's own decoder; None if it cannot be decoded.
 
     Decoded from memory: Ultralytics, where it is imported, puts a function of its own in place of `cv2.imread`.
@@ -171,11 +172,20 @@ def read_folder(root: Path, name: str, skipped: Skipped) -> LineSet:
 
 def read_dataset(source: Any, name: str, image_column: str, text_column: str, skipped: Skipped) -> LineSet:
     """A Hugging Face `datasets.Dataset` with an image and a text column (decoded `datasets.Image`)."""
-    columns = list(getattr(source, "column_names", []))
+    if isinstance(source, Mapping):
+        raise EasyOCRError(
+            f"{name}: holds several data sets; give one of them, such as dataset[{next(iter(source), 'train')!r}]"
+        )
+    if not hasattr(source, "select_columns") or not hasattr(source, "__len__"):
+        raise EasyOCRError(f"{name}: {type(source).__name__}: expected a datasets.Dataset (no stream) or a folder")
+    columns = list(source.column_names)
     for key, column in (("image_column", image_column), ("text_column", text_column)):
         if column not in columns:
             raise EasyOCRError(f"{key}={column}: no such column in {name}; allowed are {', '.join(columns)}")
-    texts = source.select_columns([text_column])
+    plain = source.with_format(None)
+    texts = plain.select_columns([text_column])
+    if source.format["type"] != "custom":  # a format gives arrays in the place of pictures; a transform is meant
+        source = plain
     lines = []
     for row in range(len(source)):
         label = texts[row][text_column]
@@ -183,7 +193,7 @@ def read_dataset(source: Any, name: str, image_column: str, text_column: str, sk
             raise EasyOCRError(f"{name}: row {row}, column {text_column} holds {label!r}; expected text")
         try:
             width, height = source[row][image_column].size
-        except (OSError, SyntaxError, ValueError, AttributeError):
+        except UNDECODABLE:
             skipped.add("corrupt image", f"{name} row {row}")
             continue
         lines.append(Line(f"{name} row {row}", label, width, height, row=row))
@@ -195,7 +205,7 @@ def read_any(source: Any, name: str, settings: Settings, skipped: Skipped) -> Li
     if not isinstance(source, (str, Path)):
         return read_dataset(source, name, settings.image_column, settings.text_column, skipped)
     root = Path(source).expanduser()
-    if (root / "dataset_info.json").is_file():
+    if any((root / saved).is_file() for saved in ("dataset_info.json", "dataset_dict.json")):
         from datasets import load_from_disk
 
         return read_dataset(load_from_disk(str(root)), name, settings.image_column, settings.text_column, skipped)

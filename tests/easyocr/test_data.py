@@ -157,6 +157,58 @@ def test_hugging_face_data_sets(tmp_path):
         read_any(source, "train", read_settings({"text_column": "words"})[0], Skipped())
 
 
+def rows_of(*pictures):
+    """A Hugging Face data set of these pictures, each labelled 12."""
+    datasets = pytest.importorskip("datasets")
+    features = datasets.Features({"image": datasets.Image(), "text": datasets.Value("string")})
+    return datasets.Dataset.from_dict({"image": list(pictures), "text": ["12"] * len(pictures)}, features=features)
+
+
+def test_pictures_of_many_bits_are_read_as_from_their_files(tmp_path):
+    wide = np.asarray(draw("12")).astype(np.uint16) * 256 + 77
+    Image.fromarray(wide).save(tmp_path / "0.png")
+    (tmp_path / "labels.csv").write_text("filename,words\n0.png,12\n")
+    file = read_folder(tmp_path, "x", Skipped()).grey(0)
+    for picture in (
+        Image.fromarray(wide),
+        Image.fromarray(wide.astype(np.int32)),
+        Image.fromarray(wide.astype(np.float32)),
+        Image.fromarray((wide // 256).astype(np.int32)),
+        Image.fromarray((wide // 256 / np.float32(255)).astype(np.float32)),
+    ):
+        assert np.abs(data.grey_of(picture).astype(int) - file).max() <= 1, picture.mode
+    lines = read_any(rows_of(str(tmp_path / "0.png")), "train", read_settings({})[0], Skipped())
+    assert np.array_equal(lines.grey(0), file)
+
+
+@pytest.mark.parametrize("form", ["torch", "numpy", "pandas"])
+def test_the_format_of_a_data_set_does_not_matter(form):
+    picture = draw("12")
+    lines = read_any(rows_of(picture).with_format(form), "train", read_settings({})[0], Skipped())
+    assert np.array_equal(lines.grey(0), np.asarray(picture))
+
+
+def test_a_picture_over_pillows_limit_is_left_out(monkeypatch):
+    source, skipped = rows_of(draw("12"), draw("1212121212")), Skipped()
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", draw("12").width * draw("12").height)
+    lines = read_any(source, "train", read_settings({})[0], skipped)
+    assert [line.row for line in lines.lines] == [0]
+    assert skipped.counts == {"corrupt image": 1}
+
+
+def test_what_is_no_single_data_set_is_told(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    source, settings = rows_of(draw("12")), read_settings({})[0]
+    several = datasets.DatasetDict(train=source)
+    several.save_to_disk(str(tmp_path / "saved"))
+    for given in (several, str(tmp_path / "saved")):
+        with pytest.raises(EasyOCRError, match=r"train: holds several data sets; .* dataset\['train'\]"):
+            read_any(given, "train", settings, Skipped())
+    for given in (source.to_iterable_dataset(), [1], 5):
+        with pytest.raises(EasyOCRError, match=r"train: \w+: expected a datasets.Dataset"):
+            read_any(given, "train", settings, Skipped())
+
+
 def test_character_sets():
     assert characters_of(read_settings({"lang_char": "None"})[0], ["ba", "c1"]) == "1abc"
     assert characters_of(read_settings({"number": "10", "symbol": "a1"})[0], []) == "10a1"  # order and duplicates kept
