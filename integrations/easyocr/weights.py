@@ -74,7 +74,8 @@ def _loaded(path: Path) -> Any:
         _, _, met = str(error).partition("WeightsUnpickler error: ")
         why = (met or "no file of torch").split(". Please use", 1)[0].splitlines()[0]
     except Exception as error:  # the unpickler runs on whatever bytes there are
-        why = next(iter(str(error).splitlines()), "") if isinstance(error, (RuntimeError, OSError)) else ""
+        told = str(error) if isinstance(error, (RuntimeError, OSError)) else ""
+        why = next(iter(told.splitlines()), "").split(". ", 1)[0]
     why = why or "empty, or no file of torch"
     raise EasyOCRError(f"saved_model={path}: not readable as weights: {why}")
 
@@ -165,7 +166,7 @@ def take_over(
     added = dropped = ""
     if fresh_head:
         state = {name: value for name, value in state.items() if name not in HEAD} | {n: own[n] for n in HEAD}
-    elif HEAD[0] in state:
+    elif set(HEAD) & set(state):
         _check_head(state, path)
         known = _known_characters(path, state[HEAD[0]].size(0), characters, given)
         added = "".join(c for c in dict.fromkeys(characters) if c not in set(known))

@@ -139,6 +139,8 @@ def test_files_that_are_no_weights(tmp_path):
     assert refusal(path).endswith(
         "Unsupported global: GLOBAL torch.nn.modules.linear.Linear was not an allowed global by default"
     )
+    path.write_bytes(path.read_bytes()[:600])
+    assert refusal(path).endswith("failed finding central directory")
     torch.save([1], path)
     assert "expected a flat mapping" in refusal(path)
 
@@ -151,8 +153,9 @@ def test_weights_that_no_network_can_hold(tmp_path):
     assert "Prediction.bias holds values that are not finite" in refusal(path)
     torch.save({**state, "module.Prediction.weight": torch.tensor(3.0)}, path)
     assert "Prediction.weight is [] and Prediction.bias [4]" in refusal(path)
-    torch.save({name: value for name, value in state.items() if name != "module.Prediction.bias"}, path)
-    assert "Prediction.bias missing" in refusal(path, partial=True)
+    for part in ("weight", "bias"):
+        torch.save({name: value for name, value in state.items() if name != f"module.Prediction.{part}"}, path)
+        assert "missing" in refusal(path, partial=True)
 
 
 @pytest.mark.parametrize("content", [b"a: [1", b"\xff\xfe", b"a: !!python/name:os.system x"])
