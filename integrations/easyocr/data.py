@@ -7,6 +7,7 @@ counted by reason and listed by name; a set that is empty after that is an error
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ from integrations.easyocr.errors import EasyOCRError
 from integrations.easyocr.settings import Settings
 
 HEADER = "filename,words"
+# What Pillow raises over a file that is gone, damaged, or larger than it takes.
+UNDECODABLE = (OSError, SyntaxError, ValueError, AttributeError, Image.DecompressionBombError)
 _EXIF_ORIENTATION, _SIDEWAYS = 0x0112, {5, 6, 7, 8}
 
 
@@ -63,22 +66,39 @@ class LineSet:
     lines: list[Line]
     source: Any = None
     image_column: str = "image"
-    _whole: set[int] = field(default_factory=set)
+    _whole: dict[int, tuple[int, int]] = field(default_factory=dict)
 
     def grey(self, index: int) -> np.ndarray | None:
-        """Picture as uint8 [h, w], read as `easyocr.Reader` reads a file; None if it cannot be decoded."""
+        """Picture as uint8 [h, w], read as `easyocr.Reader` reads a file; None if it is gone or cannot be decoded."""
         line = self.lines[index]
-        if line.path is not None:
-            # The Reader's decoder fills what a cut-off file lacks with black; that is no line to learn from.
-            if index not in self._whole and not is_whole(line.path):
-                return None
-            self._whole.add(index)
-            return read_grey(line.path)
         try:
-            picture = self.source[line.row][self.image_column]
-            return np.asarray(picture.convert("L"))
-        except (OSError, SyntaxError, ValueError):
+            if line.path is None:
+                return grey_of(self.source[line.row][self.image_column])
+            # The Reader's decoder fills what a cut-off file lacks with black; that is no line to learn from. A file
+            # that was written since is looked at again.
+            status = line.path.stat()
+            version = (status.st_mtime_ns, status.st_size)
+            if self._whole.get(index) != version and not is_whole(line.path):
+                return None
+            self._whole[index] = version
+            return read_grey(line.path)
+        except UNDECODABLE:
             return None
+
+
+def grey_of(picture: Image.Image) -> np.ndarray:
+    """A picture as uint8 [h, w]; one of 16 bits loses its lower 8, as where the Reader reads its file.
+
+    Pillow's own conversion cuts such values off at 255, which leaves a white picture.
+    """
+    if not picture.mode.startswith(("I", "F")):
+        return np.asarray(picture.convert("L"))
+    values = np.nan_to_num(np.asarray(picture, dtype=np.float64))
+    if picture.mode == "F" and values.max(initial=0) <= 1:
+        values = values * 255  # shares of white
+    elif values.max(initial=0) > 255 or picture.mode.startswith("I;16"):
+        values = values // 256
+    return values.clip(0, 255).astype(np.uint8)
 
 
 def read_grey(path: Path) -> np.ndarray | None:
@@ -108,10 +128,11 @@ def read_labels(leaf: Path) -> list[tuple[str, str]]:
     if not path.is_file():
         raise EasyOCRError(f"{path}: no such file; expected a labels.csv with header {HEADER}")
     try:
-        rows = path.read_text(encoding="utf-8-sig").splitlines()
+        # Only line feeds end a row (reading turns \r\n and \r into them); `splitlines` cuts labels at U+2028 too.
+        rows = path.read_text(encoding="utf-8-sig").split("\n")
     except UnicodeDecodeError as error:
         raise EasyOCRError(f"{path}: not UTF-8 ({error.reason} at byte {error.start}); expected UTF-8") from None
-    header = rows[0] if rows else ""
+    header = rows[0]
     if [name.strip() for name in header.split(",")] != HEADER.split(","):
         raise EasyOCRError(f"{path}: header is {header!r}, expected {HEADER!r}")
     pairs = []
@@ -151,11 +172,20 @@ def read_folder(root: Path, name: str, skipped: Skipped) -> LineSet:
 
 def read_dataset(source: Any, name: str, image_column: str, text_column: str, skipped: Skipped) -> LineSet:
     """A Hugging Face `datasets.Dataset` with an image and a text column (decoded `datasets.Image`)."""
-    columns = list(getattr(source, "column_names", []))
+    if isinstance(source, Mapping):
+        raise EasyOCRError(
+            f"{name}: holds several data sets; give one of them, such as dataset[{next(iter(source), 'train')!r}]"
+        )
+    if not hasattr(source, "select_columns") or not hasattr(source, "__len__"):
+        raise EasyOCRError(f"{name}: {type(source).__name__}: expected a datasets.Dataset (no stream) or a folder")
+    columns = list(source.column_names)
     for key, column in (("image_column", image_column), ("text_column", text_column)):
         if column not in columns:
             raise EasyOCRError(f"{key}={column}: no such column in {name}; allowed are {', '.join(columns)}")
-    texts = source.select_columns([text_column])
+    plain = source.with_format(None)
+    texts = plain.select_columns([text_column])
+    if source.format["type"] != "custom":  # a format gives arrays in the place of pictures; a transform is meant
+        source = plain
     lines = []
     for row in range(len(source)):
         label = texts[row][text_column]
@@ -163,7 +193,7 @@ def read_dataset(source: Any, name: str, image_column: str, text_column: str, sk
             raise EasyOCRError(f"{name}: row {row}, column {text_column} holds {label!r}; expected text")
         try:
             width, height = source[row][image_column].size
-        except (OSError, SyntaxError, ValueError, AttributeError):
+        except UNDECODABLE:
             skipped.add("corrupt image", f"{name} row {row}")
             continue
         lines.append(Line(f"{name} row {row}", label, width, height, row=row))
@@ -175,7 +205,7 @@ def read_any(source: Any, name: str, settings: Settings, skipped: Skipped) -> Li
     if not isinstance(source, (str, Path)):
         return read_dataset(source, name, settings.image_column, settings.text_column, skipped)
     root = Path(source).expanduser()
-    if (root / "dataset_info.json").is_file():
+    if any((root / saved).is_file() for saved in ("dataset_info.json", "dataset_dict.json")):
         from datasets import load_from_disk
 
         return read_dataset(load_from_disk(str(root)), name, settings.image_column, settings.text_column, skipped)
@@ -205,13 +235,17 @@ def keep_trainable(lines: LineSet, characters: str, settings: Settings, skipped:
             kept.append(Line(line.name, label, line.width, line.height, line.path, line.row))
     if not kept:
         reasons = "; ".join(skipped.sentences())[:400] or "it has no rows"
-        raise EasyOCRError(f"{lines.name}: no line is left to train on ({reasons})")
+        use = "read" if lines.name == "valid_data" else "train on"
+        raise EasyOCRError(f"{lines.name}: no line is left to {use} ({reasons})")
     return LineSet(lines.name, kept, lines.source, lines.image_column)
 
 
 def _size(path: Path) -> tuple[int, int] | str:
     """(width, height) in px from the file's header, or the reason why there is none."""
-    if not path.is_file():
+    try:
+        if not path.is_file():
+            return "missing image"
+    except (OSError, ValueError):  # a name that no file can have: too long, or with a null character
         return "missing image"
     try:
         with Image.open(path) as picture:

@@ -66,10 +66,12 @@ def check_name(name: str, folder: Path | None = None) -> None:
         raise EasyOCRError(f"experiment_name={name!r}: the Reader cannot import it as a network; {allowed}")
     if name in own:
         raise EasyOCRError(f"experiment_name={name!r}: is a network of EasyOCR itself; {allowed}")
+    if len(name.encode()) > _LONGEST:
+        raise EasyOCRError(f"experiment_name={name[:20]}…: is {len(name.encode())} bytes long, allowed are {_LONGEST}")
     try:
         found = importlib.util.find_spec(name)
-    except (ImportError, ValueError):
-        found = None
+    except ValueError:  # loaded already, and from no file: `__main__`
+        raise EasyOCRError(f"experiment_name={name!r}: is a module of Python's own; {allowed}") from None
     origin = Path(found.origin).resolve() if found and found.origin and found.has_location else None
     ours = (folder / f"{name}.py").resolve() if folder else None
     written_by_us = origin is not None and (origin == ours or _is_ours(origin))
@@ -84,6 +86,7 @@ def _is_ours(path: Path) -> bool:
         return False
 
 
+_LONGEST = 200  # bytes of a name; file systems allow 255, and unfinished files carry more than the name
 _MARK = '"""Recognizer network for easyocr.Reader'
 
 

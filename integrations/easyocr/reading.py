@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from integrations.easyocr.data import LineSet
+from integrations.easyocr.errors import EasyOCRError
 from integrations.easyocr.labels import ctc_loss, encode
 from integrations.easyocr.network import read
 from integrations.easyocr.preprocess import Preprocess, pad_batch
@@ -25,7 +26,10 @@ _DOUBT = 0.1  # confidence under which the Reader looks a second time (its contr
 
 @dataclass
 class Readings:
-    """One text, confidence 0..1 and label a line, in the order of `indices`; loss: mean CTC over these lines."""
+    """One text, confidence 0..1 and label a line, in the order of `indices`; loss: mean CTC over these lines.
+
+    unreadable: names of the lines left out, whose pictures are gone or cannot be decoded.
+    """
 
     texts: list[str]
     confidences: list[float]
@@ -57,6 +61,9 @@ def read_lines(
 
     Args:
         widen: maps a line's own input width in px to the one it is padded to (to test that padding stays silent).
+
+    Raises:
+        EasyOCRError: no picture of `lines` can be decoded: a score over nothing would rank weights.
     """
     groups: dict[int, list[int]] = defaultdict(list)
     for index, line in enumerate(lines.lines):
@@ -88,13 +95,16 @@ def read_lines(
                 found.update(zip(good, first, strict=True))
     finally:
         model.train(training)
+    if not found:
+        such = f", such as {unreadable[0]}" if unreadable else ""
+        raise EasyOCRError(f"{lines.name}: none of its pictures can be decoded{such}")
     order = sorted(found)
     return Readings(
         [found[i][0] for i in order],
         [found[i][1] for i in order],
         [lines.lines[i].label for i in order],
         order,
-        loss / max(1, len(order)),
+        loss / len(order),
         unreadable,
     )
 

@@ -63,7 +63,7 @@ class Settings(BaseModel):
     sensitive: bool = True
     # run
     experiment_name: str = "easyocr"
-    manualSeed: int = Field(1111, ge=0)
+    manualSeed: int = Field(1111, ge=0, lt=2**63)
     workers: int = Field(0, ge=0)
     batch_size: Count = 32
     num_iter: Count = 300_000

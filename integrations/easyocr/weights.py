@@ -9,6 +9,7 @@ from __future__ import annotations
 import pickle
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import yaml
@@ -44,41 +45,96 @@ class Taken:
 
 
 def load_state(path: Path) -> dict[str, Tensor]:
-    """Bare parameter name -> tensor, on the CPU.
+    """Bare parameter name -> tensor, on the CPU; of a checkpoint to resume from the averaged weights, if it has any.
 
     Raises:
-        EasyOCRError: a missing or damaged file, or one that holds anything but tensors.
+        EasyOCRError: a missing or damaged file, or one that holds anything but tensors of finite values.
     """
     if not path.is_file():
         raise EasyOCRError(f"saved_model={path}: no such file; expected a .pth of EasyOCR's own networks")
-    try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError, KeyError) as error:
-        raise EasyOCRError(f"saved_model={path}: not readable as weights: {str(error).splitlines()[0]}") from None
-    if isinstance(state, dict) and isinstance(state.get("model"), dict):
-        state = state["model"]
+    saved = _loaded(path)
+    state = saved
+    if isinstance(saved, dict) and isinstance(saved.get("model"), dict):
+        # Integer counters and tied names may be missing in the average; it is laid over the rest.
+        average = saved.get("average")
+        state = {**saved["model"], **(average["shadow"] if isinstance(average, dict) and "shadow" in average else {})}
     if not isinstance(state, dict) or not state or not all(isinstance(value, Tensor) for value in state.values()):
         raise EasyOCRError(f"saved_model={path}: expected a flat mapping of parameter name: tensor")
+    broken = next((n for n, v in state.items() if v.is_floating_point() and not v.isfinite().all()), None)
+    if broken is not None:
+        raise EasyOCRError(f"saved_model={path}: {broken} holds values that are not finite; expected trained weights")
     return {str(name).removeprefix(PREFIX): value for name, value in state.items()}
 
 
+def _loaded(path: Path) -> Any:
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        # Torch's message begins with advice to load without its checks; what it met stands behind this mark.
+        _, _, met = str(error).partition("WeightsUnpickler error: ")
+        why = (met or "no file of torch").split(". Please use", 1)[0].splitlines()[0]
+    except Exception as error:  # the unpickler runs on whatever bytes there are
+        told = str(error) if isinstance(error, (RuntimeError, OSError)) else ""
+        why = next(iter(told.splitlines()), "").split(". ", 1)[0]
+    why = why or "empty, or no file of torch"
+    raise EasyOCRError(f"saved_model={path}: not readable as weights: {why}")
+
+
 def characters_in(path: Path, given: str = "") -> str | None:
-    """The character set that `path` was trained with: given, a NAME.yaml beside it, or EasyOCR's own list."""
+    """The character set that `path` was trained with, or None where nothing tells.
+
+    Looked up in this order: given, what the file itself says, a NAME.yaml that describes it, EasyOCR's own list,
+    and what an experiment folder says of its best weights.
+    """
     if given:
         return given
+    if (own := _characters_of_checkpoint(path)) is not None:
+        return own
     beside = path.with_suffix(".yaml")
     for candidate in (beside, path.parent.parent / "user_network" / beside.name):
-        if candidate.is_file():
-            written = yaml.safe_load(candidate.read_text(encoding="utf-8"))
-            if isinstance(written, dict) and isinstance(written.get("character_list"), str):
-                return str(written["character_list"])
+        if (written := _characters_of_yaml(candidate)) is not None:
+            return written
     from easyocr.config import recognition_models
 
     for generation in ("gen2", "gen1"):
         for model in recognition_models[generation].values():
             if model["filename"] == path.name:
                 return str(model["characters"])
+    return _characters_of_experiment(path.parent)
+
+
+def _characters_of_experiment(folder: Path) -> str | None:
+    """Of the run whose folder this is: this loop's (user_network/, last.pt) or the official trainer's (opt.txt)."""
+    last, options = folder / "last.pt", folder / "opt.txt"
+    if (written := _characters_of_yaml(folder / "user_network" / f"{folder.resolve().name}.yaml")) is not None:
+        return written
+    if last.is_file() and (own := _characters_of_checkpoint(last)) is not None:
+        return own
+    if options.is_file():
+        rows = options.read_text(encoding="utf-8", errors="replace").split("\n")
+        told = [row.removeprefix("character: ") for row in rows if row.startswith("character: ")]
+        return told[-1] if told else None  # every start of the official trainer appends to the file
     return None
+
+
+def _characters_of_checkpoint(path: Path) -> str | None:
+    saved = _loaded(path)
+    extra = saved.get("extra") if isinstance(saved, dict) else None
+    characters = extra.get("characters") if isinstance(extra, dict) else None
+    return characters if isinstance(characters, str) else None
+
+
+def _characters_of_yaml(path: Path) -> str | None:
+    if not path.is_file():
+        return None
+    try:
+        written = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError, OSError):
+        raise EasyOCRError(
+            f"{path}: not readable as YAML; expected the character_list of saved_model, or saved_characters instead"
+        ) from None
+    characters = written.get("character_list") if isinstance(written, dict) else None
+    return characters if isinstance(characters, str) else None
 
 
 @torch.no_grad()
@@ -110,7 +166,9 @@ def take_over(
     added = dropped = ""
     if fresh_head:
         state = {name: value for name, value in state.items() if name not in HEAD} | {n: own[n] for n in HEAD}
-    elif HEAD[0] in state and (known := _known_characters(path, state[HEAD[0]].size(0), characters, given)):
+    elif set(HEAD) & set(state):
+        _check_head(state, path)
+        known = _known_characters(path, state[HEAD[0]].size(0), characters, given)
         added = "".join(c for c in dict.fromkeys(characters) if c not in set(known))
         dropped = "".join(c for c in dict.fromkeys(known) if c not in set(characters))
         if known != characters:
@@ -132,14 +190,24 @@ def take_over(
     return Taken(added, dropped, fresh_head, tuple(missing), tuple(unexpected))
 
 
-def _known_characters(path: Path, classes: int, characters: str, given: str) -> str | None:
+def _check_head(state: dict[str, Tensor], path: Path) -> None:
+    weight, bias = (state.get(name) for name in HEAD)
+    if weight is None or bias is None or weight.dim() != 2 or bias.shape != weight.shape[:1]:
+        found = {name: list(state[name].shape) if name in state else "missing" for name in HEAD}
+        raise EasyOCRError(
+            f"saved_model={path}: another architecture: {HEAD[0]} is {found[HEAD[0]]} and {HEAD[1]} {found[HEAD[1]]}, "
+            "expected [classes, hidden_size] and [classes]; new_prediction: True starts the prediction layer anew"
+        )
+
+
+def _known_characters(path: Path, classes: int, characters: str, given: str) -> str:
     known = characters_in(path, given)
     if known is None:
-        if classes == len(characters) + 1:
-            return characters  # nothing tells the file's set: the same number of classes is taken as the same set
+        # The same number of classes is no sign of the same order, and rows on wrong characters would stay unseen.
         raise EasyOCRError(
-            f"saved_model={path}: it has {classes - 1} characters and the configuration {len(characters)}; "
-            "give the file's own as saved_characters, or start the prediction layer anew with new_prediction: True"
+            f"saved_model={path}: nothing beside it tells its {classes - 1} characters (the configuration has "
+            f"{len(characters)}); give the file's own, in order, as saved_characters, or start the prediction layer "
+            "anew with new_prediction: True"
         )
     if len(known) + 1 != classes:
         raise EasyOCRError(

@@ -87,6 +87,40 @@ def test_errors_name_the_file(tmp_path):
         read_folder(folder, "train_data", Skipped())
 
 
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
+def test_only_line_feeds_end_a_row(tmp_path, end):
+    labels = ["a\u2028b", "c\x85d", "e\x0cf", "g\x1ch"]
+    rows = ["filename,words", *(f"{number}.png,{label}" for number, label in enumerate(labels))]
+    (tmp_path / "labels.csv").write_bytes(end.join(rows).encode())
+    assert [label for _, label in data.read_labels(tmp_path)] == labels
+
+
+def test_a_name_that_no_file_can_have_is_a_missing_image(tmp_path):
+    folder = write_folder(tmp_path / "x", ["12"])
+    with (folder / "labels.csv").open("a", encoding="utf-8") as file:
+        file.write("a" * 300 + ".png,5\nb\0.png,6\n")
+    labels, skipped = served(folder, number="0123456789")
+    assert labels == ["12"]
+    assert skipped.counts == {"missing image": 2}
+
+
+def test_nothing_left_to_validate_is_not_told_as_training(tmp_path):
+    lines = read_folder(write_folder(tmp_path / "x", ["a"]), "valid_data", Skipped())
+    with pytest.raises(EasyOCRError, match="valid_data: no line is left to read"):
+        keep_trainable(lines, "0", read_settings({})[0], Skipped())
+
+
+def test_a_picture_that_is_lost_after_it_was_read(tmp_path):
+    folder = write_folder(tmp_path / "x", ["12", "34"])
+    lines = read_folder(folder, "train_data", Skipped())
+    assert lines.grey(0) is not None
+    assert lines.grey(1) is not None
+    (folder / "0.png").unlink()
+    (folder / "1.png").write_bytes((folder / "1.png").read_bytes()[:-200])
+    assert lines.grey(0) is None
+    assert lines.grey(1) is None
+
+
 def test_leaf_folders_at_any_depth(tmp_path):
     write_folder(tmp_path / "all" / "a" / "deep", ["1", "2"])
     write_folder(tmp_path / "all" / "b", ["3"])
@@ -121,6 +155,58 @@ def test_hugging_face_data_sets(tmp_path):
         assert np.array_equal(lines.grey(1), np.asarray(pictures[1]))
     with pytest.raises(EasyOCRError, match="text_column=words: no such column in train; allowed are image, text"):
         read_any(source, "train", read_settings({"text_column": "words"})[0], Skipped())
+
+
+def rows_of(*pictures):
+    """A Hugging Face data set of these pictures, each labelled 12."""
+    datasets = pytest.importorskip("datasets")
+    features = datasets.Features({"image": datasets.Image(), "text": datasets.Value("string")})
+    return datasets.Dataset.from_dict({"image": list(pictures), "text": ["12"] * len(pictures)}, features=features)
+
+
+def test_pictures_of_many_bits_are_read_as_from_their_files(tmp_path):
+    wide = np.asarray(draw("12")).astype(np.uint16) * 256 + 77
+    Image.fromarray(wide).save(tmp_path / "0.png")
+    (tmp_path / "labels.csv").write_text("filename,words\n0.png,12\n")
+    file = read_folder(tmp_path, "x", Skipped()).grey(0)
+    for picture in (
+        Image.fromarray(wide),
+        Image.fromarray(wide.astype(np.int32)),
+        Image.fromarray(wide.astype(np.float32)),
+        Image.fromarray((wide // 256).astype(np.int32)),
+        Image.fromarray((wide // 256 / np.float32(255)).astype(np.float32)),
+    ):
+        assert np.abs(data.grey_of(picture).astype(int) - file).max() <= 1, picture.mode
+    lines = read_any(rows_of(str(tmp_path / "0.png")), "train", read_settings({})[0], Skipped())
+    assert np.array_equal(lines.grey(0), file)
+
+
+@pytest.mark.parametrize("form", ["torch", "numpy", "pandas"])
+def test_the_format_of_a_data_set_does_not_matter(form):
+    picture = draw("12")
+    lines = read_any(rows_of(picture).with_format(form), "train", read_settings({})[0], Skipped())
+    assert np.array_equal(lines.grey(0), np.asarray(picture))
+
+
+def test_a_picture_over_pillows_limit_is_left_out(monkeypatch):
+    source, skipped = rows_of(draw("12"), draw("1212121212")), Skipped()
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", draw("12").width * draw("12").height)
+    lines = read_any(source, "train", read_settings({})[0], skipped)
+    assert [line.row for line in lines.lines] == [0]
+    assert skipped.counts == {"corrupt image": 1}
+
+
+def test_what_is_no_single_data_set_is_told(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    source, settings = rows_of(draw("12")), read_settings({})[0]
+    several = datasets.DatasetDict(train=source)
+    several.save_to_disk(str(tmp_path / "saved"))
+    for given in (several, str(tmp_path / "saved")):
+        with pytest.raises(EasyOCRError, match=r"train: holds several data sets; .* dataset\['train'\]"):
+            read_any(given, "train", settings, Skipped())
+    for given in (source.to_iterable_dataset(), [1], 5):
+        with pytest.raises(EasyOCRError, match=r"train: \w+: expected a datasets.Dataset"):
+            read_any(given, "train", settings, Skipped())
 
 
 def test_character_sets():

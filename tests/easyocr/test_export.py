@@ -48,10 +48,18 @@ def test_982_keys_load_on_the_cpu_reader_and_strictly_into_dataparallel(tmp_path
         assert torch.equal(ours, theirs)
 
 
-@pytest.mark.parametrize("name", ["test", "a.b", "my-net", "english_g2", "standard", "torch", "sys", "1net", ""])
+@pytest.mark.parametrize(
+    "name", ["test", "a.b", "my-net", "english_g2", "standard", "torch", "sys", "1net", "", "__main__"]
+)
 def test_names_that_the_reader_cannot_import_are_refused(name):
     with pytest.raises(EasyOCRError, match=f"experiment_name={name!r}"):
         export.check_name(name)
+
+
+def test_a_name_too_long_for_its_files_is_refused(tmp_path):
+    written(tmp_path, "abc", "n" * 200)
+    with pytest.raises(EasyOCRError, match=r"experiment_name=é+…: is 202 bytes long, allowed are 200"):
+        export.check_name("é" * 101)
 
 
 def test_a_name_written_before_may_be_written_again(tmp_path):

@@ -10,6 +10,7 @@ from PIL import Image
 from examples.render_lines import text
 from integrations.easyocr import export
 from integrations.easyocr.data import Skipped, read_folder
+from integrations.easyocr.errors import EasyOCRError
 from integrations.easyocr.labels import converter
 from integrations.easyocr.network import build
 from integrations.easyocr.preprocess import Preprocess
@@ -75,3 +76,18 @@ def test_a_crop_padded_to_the_next_bucket_reads_the_same(network, tmp_path):
     assert sum(a == b for a, b in zip(plain.texts, wider.texts, strict=True)) >= 0.99 * 220
     assert plain.loss > 0
     assert len(plain.samples(lines, 3)) == 3
+
+
+def test_lost_pictures_are_named_and_nothing_left_to_read_is_told(tmp_path):
+    folder = write_folder(tmp_path / "x", ["1", "2", "3"])
+    lines = read_folder(folder, "valid_data", Skipped())
+    model, way = build("VGG", 4, {**STOCK, "output_channel": 16, "hidden_size": 8}), Preprocess("reader", 32, 600)
+    (folder / "0.png").unlink()
+    (folder / "1.png").write_bytes(b"no picture")
+    found = read_lines(model, lines, way, converter("123"), torch.device("cpu"))
+    assert found.labels == ["3"]
+    assert sorted(found.unreadable) == [str(folder / "0.png"), str(folder / "1.png")]
+    (folder / "2.png").unlink()
+    with pytest.raises(EasyOCRError, match=r"^valid_data: none of its pictures can be decoded, such as .*\.png$"):
+        read_lines(model, lines, way, converter("123"), torch.device("cpu"))
+    assert model.training

@@ -91,6 +91,7 @@ def test_characters_are_taken_as_written(tmp_path):
         ("decode", "wordbeamsearch", "greedy"),
         ("optim", "sgd", "Adadelta"),
         ("lr", 0, "greater than 0"),
+        ("manualSeed", 2**63, "less than 9223372036854775808"),
         ("output_channel", 12, "greater than or equal to 16"),
         ("output_channel", 20, "multiple of 8"),
         ("batch_ratio", "0.5-0.5", "give one share a data set"),
