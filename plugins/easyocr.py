@@ -210,6 +210,8 @@ class _Run:
                 self.at.draw(self.readings)
         except NonFiniteGradient as error:
             raise AccelError(f"nonfinite=stop: {error}; the last save is untouched") from None
+        except EasyOCRError as error:
+            raise AccelError(str(error)) from None
         finally:
             board.close()
             report = self.accel.end(self.folder if self.first else None)

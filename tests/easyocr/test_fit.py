@@ -327,3 +327,12 @@ def test_two_runs_at_once_in_one_folder(tiny):
 
     fit({**tiny, "saved_model": "", "accel": {"batchnorm": "host"}, "batch_size": 4}, say=again)
     assert lines
+
+
+def test_a_validation_set_without_one_good_picture_is_one_line_and_what_was_trained_is_kept(tiny, tmp_path):
+    for picture in (tmp_path / "valid").glob("*.png"):
+        data = picture.read_bytes()
+        picture.write_bytes(data[: len(data) // 2])
+    with pytest.raises(AccelError, match="valid_data: none of its pictures can be decoded"):
+        fit({**tiny, "valInterval": 1000}, say=lambda line: None)
+    assert (tmp_path / "runs" / "tiny_numbers" / "last.pt").is_file()
