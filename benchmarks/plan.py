@@ -68,7 +68,7 @@ def compare(row: str, updates: int, repeats: int, plain: int) -> tuple[list[str]
 
 
 def ready(repeats: int) -> str:
-    """Seconds until the first update of compiled blocks is done, in a process with a cold cache and in the next one."""
+    """Seconds until compiled blocks are ready, in a process with a cold cache and in the next one."""
     cold, warm = [], []
     for _ in range(repeats):
         with tempfile.TemporaryDirectory() as name:

@@ -77,7 +77,7 @@ def blocks(plug: bool, updates: int, folder: Path) -> Found:
 
 
 def ready(plug: bool, updates: int, folder: Path) -> Found:
-    """The same blocks at compile=on, regional: seconds until the first update is done."""
+    """The same blocks at compile=on, regional: seconds that the first update takes more than a later one."""
     from plugins.loop import Accelerated
 
     torch.manual_seed(0)
@@ -87,13 +87,14 @@ def ready(plug: bool, updates: int, folder: Path) -> Found:
         model, torch.optim.SGD(model.parameters(), lr=1e-4), compile="on", compile_scope="regional",
         cache_dir=folder / "cache",
     )  # fmt: skip
-    began = time.perf_counter()
-    with accel.forward(x):
-        loss = model(x).square().mean()
-    accel.backward(loss, weight=32)
-    seconds = time.perf_counter() - began
+    at = [time.perf_counter()]
+    for _ in range(4):
+        with accel.forward(x):
+            loss = model(x).square().mean()
+        accel.backward(loss, weight=32)
+        at.append(time.perf_counter())
     accel.end()
-    return {"seconds": seconds}
+    return {"seconds": (at[1] - at[0]) - (at[4] - at[3])}
 
 
 def yolo(plug: bool, updates: int, folder: Path) -> Found:
