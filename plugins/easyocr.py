@@ -103,18 +103,23 @@ def _alone_in(folder: Path) -> Iterator[None]:
     try:
         for path in inner:
             path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        _remove_empty(new)
+        raise AccelError(f"output={folder}: {error.strerror}: {error.filename}") from None
+    try:
         with claimed(folder):
             yield
     except Claimed as error:
         raise AccelError(f"output={error}") from None
-    except (FileExistsError, NotADirectoryError, FileNotFoundError, PermissionError) as error:
-        if error.filename is None or folder not in (path := Path(error.filename), *path.parents, *folder.parents):
-            raise
-        raise AccelError(f"output={folder}: {error.strerror}: {error.filename}") from None
     finally:
-        for path in new:  # a run that was refused leaves nothing
-            with suppress(OSError):
-                path.rmdir()
+        _remove_empty(new)
+
+
+def _remove_empty(folders: list[Path]) -> None:
+    """A run that was refused leaves nothing; innermost first."""
+    for folder in folders:
+        with suppress(OSError):
+            folder.rmdir()
 
 
 def _config(options: dict[str, Any]) -> AccelConfig:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from integrations.huggingface import counting
 from integrations.huggingface.counting import SUM, Counting
+from integrations.huggingface.layout import DTYPES
 from integrations.huggingface.probing import HOST, LATER, TOLERANCE, fits, probe, take_rows
 
 
@@ -115,7 +116,7 @@ class Losses:
 
     def _tolerance(self, model: Any) -> float:
         """Relative; what rounding in the run's precision may change of a loss, and a little more."""
-        mixed = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.trainer.accelerator.mixed_precision)
+        mixed = DTYPES.get(self.trainer.accelerator.mixed_precision)
         dtype = mixed or next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
         return max(TOLERANCE, 4 * torch.finfo(dtype).eps)
 

@@ -51,7 +51,7 @@ class Windows:
         if not losses.known and batches:
             self._set_problem_type(batches[0])
             losses.find_rule(batches, self.layout.compute_loss)
-        if batches:
+        elif batches:
             losses.check_rule(batches, self.layout.compute_loss)
         found = losses.begin_window(original, batches, device)
         # the host divides a loss by K unless it is told that it is scaled already

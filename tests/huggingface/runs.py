@@ -34,6 +34,18 @@ def arguments(folder: Path | str, **more: Any) -> TrainingArguments:
     )
 
 
+# A run whose optimizer, schedule, order and evaluations all have a state of their own.
+STATEFUL: dict[str, Any] = {
+    "optim": "adamw_torch",
+    "learning_rate": 1e-2,
+    "max_grad_norm": 1.0,
+    "lr_scheduler_type": "linear",
+    "train_sampling_strategy": "random",
+    "eval_strategy": "steps",
+    "eval_steps": 2,
+}
+
+
 class Spy(TrainerCallback):
     """Keeps what an update is made of, just before the optimizer's step and after it."""
 

@@ -23,20 +23,14 @@ from plugins.core.planfile import PLAN_NAME, Switch, write_switches
 from plugins.core.remember import INDUCTOR, Memory
 from tests.core.tiny import same
 from tests.huggingface.heads import Rows, batch_for, model_for
-from tests.huggingface.runs import report, trainer_for
+from tests.huggingface.runs import STATEFUL, report, trainer_for
 
 ROWS = 9
 JOB = {
     "per_device_train_batch_size": 2,
     "gradient_accumulation_steps": 2,
     "max_steps": 8,  # of 3 an epoch: 2, 2 and 1 micro-batches, the last of one row
-    "optim": "adamw_torch",
-    "learning_rate": 1e-2,
-    "max_grad_norm": 1.0,
-    "lr_scheduler_type": "linear",
-    "train_sampling_strategy": "random",
-    "eval_strategy": "steps",
-    "eval_steps": 2,
+    **STATEFUL,
 }
 SHARES = {"bf16": 0.8, "channels_last": 0.7, "regional": 0.5, "whole": 0.5}
 

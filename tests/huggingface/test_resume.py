@@ -16,7 +16,7 @@ from transformers import Trainer
 
 from integrations.huggingface import checkpoints
 from tests.huggingface.heads import batch_for, model_for
-from tests.huggingface.runs import losses, report, trainer_for
+from tests.huggingface.runs import STATEFUL, losses, report, trainer_for
 
 ROOT = Path(__file__).parents[2]
 RUN = {
@@ -25,13 +25,7 @@ RUN = {
     "num_train_epochs": 2,
     "save_strategy": "steps",
     "save_steps": 1,
-    "optim": "adamw_torch",
-    "learning_rate": 1e-2,
-    "max_grad_norm": 1.0,
-    "lr_scheduler_type": "linear",
-    "train_sampling_strategy": "random",
-    "eval_strategy": "steps",
-    "eval_steps": 2,
+    **STATEFUL,
 }
 
 
