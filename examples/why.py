@@ -31,6 +31,7 @@ from rich.console import Console  # noqa: E402
 from rich.live import Live  # noqa: E402
 from rich.table import Table  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
+from torch._inductor import config as inductor  # noqa: E402
 from torch.utils.data import SequentialSampler  # noqa: E402
 from ultralytics import YOLO  # noqa: E402
 
@@ -138,17 +139,15 @@ def compiler_raises(bench: Bench) -> Row:
     broken.chmod(0o755)
 
     def end(plug: dict[str, Any] | None, **given: Any) -> str:
-        before = os.environ.get("CXX")
-        os.environ["CXX"] = str(broken)
         try:
-            with tempfile.TemporaryDirectory() as cache:
+            # CXX is read when inductor is imported, which has happened by now
+            with tempfile.TemporaryDirectory() as cache, inductor.patch({"cpp.cxx": (None, str(broken))}):
                 os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
                 bench.train(plug, batch=16, **given)
             return "trains eagerly, one warning"
         except Exception as error:
             return f"run dies: {type(error).__name__}"
         finally:
-            os.environ.pop("CXX") if before is None else os.environ.update(CXX=before)
             torch._dynamo.reset()
 
     return "a compiler that raises", end(None, compile=True), end({"compile": "on"})
