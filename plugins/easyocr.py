@@ -12,7 +12,7 @@ three files (`model/NAME.pth`, `user_network/NAME.yaml`, `user_network/NAME.py`)
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import nullcontext
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -30,10 +30,11 @@ from integrations.easyocr.prepare import Prepared, prepare
 from integrations.easyocr.reading import Readings, read_lines
 from integrations.easyocr.scoring import score
 from integrations.easyocr.settings import read_settings
-from integrations.easyocr.standing import Result, Standing
+from integrations.easyocr.standing import Result, Standing, earlier_run
 from integrations.easyocr.stream import MicroBatch, loader
 from plugins.config import AccelConfig
-from plugins.core.checkpoint import Claimed, claimed, seed_everything, sweep, write_atomically
+from plugins.core.checkpoint import seed_everything, sweep, write_atomically
+from plugins.core.claim import Claimed, claimed
 from plugins.core.interrupt import asked_to_stop
 from plugins.core.ranks import any_rank, from_first, joined
 from plugins.core.report import versions
@@ -46,6 +47,7 @@ WIDTH_STEP = 8  # px; bucket edges are its multiples
 MOST_BUCKETS = 16  # shapes of an eager run
 ROOM = 2  # graphs of the compile budget that are left for partial batches
 SHOW_EVERY = 10  # updates
+FOLDERS = ("model", "user_network")  # of the Reader's files, in the experiment's
 
 
 def fit(
@@ -79,47 +81,17 @@ def fit(
     last = prepared.folder / "last.pt"
     start = last if resume is True else Path(resume) if resume else None
     own = start is not None and start.resolve() == last.resolve()
-    if not own and (found := _earlier_run(prepared.folder, settings.experiment_name)):
+    if not own and (found := earlier_run(prepared)):
         on = "resume=True goes on from it, " if found == last else ""
         raise AccelError(
             f"experiment_name={settings.experiment_name}: {found} is there already; {on}"
             "another experiment_name or output leaves it alone"
         )
-    with joined() as rank, _alone_in(prepared.folder) if rank == 0 else nullcontext():
-        return _Run(prepared, chosen, rank, say).train(start, own)
-
-
-def _earlier_run(folder: Path, name: str) -> Path | None:
-    """What an earlier run left here that a new one would write over."""
-    kept = (folder / "last.pt", folder / "best_accuracy.pth", folder / "model" / f"{name}.pth")
-    return next((path for path in kept if path.is_file()), None)
-
-
-@contextmanager
-def _alone_in(folder: Path) -> Iterator[None]:
-    """The experiment folder and its own are there, and no other run writes in them."""
-    inner = (folder / "model", folder / "user_network")
-    new = [path for path in (*inner, folder, *folder.parents) if not path.exists()]
     try:
-        for path in inner:
-            path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        _remove_empty(new)
-        raise AccelError(f"output={folder}: {error.strerror}: {error.filename}") from None
-    try:
-        with claimed(folder):
-            yield
+        with joined() as rank, claimed(prepared.folder, *FOLDERS) if rank == 0 else nullcontext():
+            return _Run(prepared, chosen, rank, say).train(start, own)
     except Claimed as error:
         raise AccelError(f"output={error}") from None
-    finally:
-        _remove_empty(new)
-
-
-def _remove_empty(folders: list[Path]) -> None:
-    """A run that was refused leaves nothing; innermost first."""
-    for folder in folders:
-        with suppress(OSError):
-            folder.rmdir()
 
 
 def _config(options: dict[str, Any]) -> AccelConfig:
@@ -335,7 +307,7 @@ class _Run:
     def _save(self) -> None:
         if self.at.exported is None:  # stopped before the first validation: the Reader gets what there is
             self.at.export(self.accel.weights())
-        self.accel.save(self.folder / "last.pt", order=self._order(), steps=self._steps(), **self.at.state())
+        self.accel.save(self.folder / "last.pt", order=self._order(), **self.at.state())
 
     def _order(self) -> list[Any]:
         """What the order of batches depends on."""
@@ -348,23 +320,14 @@ class _Run:
         if there != here:
             raise AccelError(f"{path}: its character set is {there!r}, the configuration's is {here!r}")
         self.at.load(extra, own)
-        self._say_what_stays(path, extra.get("steps"))
+        if changed := self.at.other_steps(extra):
+            self.accel.session.warn(f"{path}: the optimizer goes on as it was saved, with {changed}")
         self.validated = self.at.history[-1].update if self.at.history else -1
         if extra["order"] != self._order():
             self.at.position = 0
             self.accel.session.warn(
                 f"{path}: data, batch size, seed, buckets or processes changed since: the order of lines begins anew"
             )
-
-    def _steps(self) -> dict[str, Any]:
-        """Settings of the optimizer and its schedule, which a resumed run takes from its file."""
-        settings = self.settings
-        return {name: getattr(settings, name) for name in ("optim", "lr", "beta1", "rho", "eps", "schedule", "warmup")}
-
-    def _say_what_stays(self, path: Path, there: dict[str, Any] | None) -> None:
-        changed = [f"{name}={value}" for name, value in (there or {}).items() if value != self._steps().get(name)]
-        if changed:
-            self.accel.session.warn(f"{path}: the optimizer goes on as it was saved, with {', '.join(changed)}")
 
     def _board(self) -> Board:
         self.accel.session.report.versions = versions("easyocr", "torchvision")

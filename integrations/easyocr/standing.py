@@ -18,6 +18,7 @@ from integrations.easyocr.scoring import Score
 from integrations.easyocr.weights import PREFIX
 
 LOST_SHOWN = 20
+STEPS = ("optim", "lr", "beta1", "rho", "eps", "schedule", "warmup")  # which a resumed run takes from its file
 
 
 @dataclass
@@ -43,6 +44,13 @@ class Result:
     def reader(self, **options: Any) -> Any:
         """`easyocr.Reader` on the exported network; on the CPU in full precision unless `options` say otherwise."""
         return self.exported.reader(self.lang_list, **options)
+
+
+def earlier_run(prepared: Prepared) -> Path | None:
+    """What an earlier run left in the experiment folder that a new one would write over."""
+    folder, name = prepared.folder, prepared.settings.experiment_name
+    kept = (folder / "last.pt", folder / "best_accuracy.pth", folder / "model" / f"{name}.pth")
+    return next((path for path in kept if path.is_file()), None)
 
 
 @dataclass
@@ -134,9 +142,19 @@ class Standing:
             "stale": self.stale,
             "unreadable": list(self.unreadable),
             "characters": self.prepared.characters,
+            "steps": self._steps(),
             "best": {name: asdict(found) for name, found in self.best.items()},
             "history": [asdict(row) for row in self.history],
         }
+
+    def _steps(self) -> dict[str, Any]:
+        """Settings of the optimizer and its schedule."""
+        return {name: getattr(self.prepared.settings, name) for name in STEPS}
+
+    def other_steps(self, state: Mapping[str, Any]) -> str:
+        """Those of `state` that are not this run's, as `lr=0.1, ...`."""
+        own = self._steps()
+        return ", ".join(f"{k}={v}" for k, v in state.get("steps", own).items() if v != own.get(k))
 
     def load(self, state: Mapping[str, Any], own: bool) -> None:
         """`own`: the state is this folder's. The Reader's files are then those of its best weights; where they are

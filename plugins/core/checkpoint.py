@@ -13,17 +13,12 @@ import io
 import os
 import random
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
-
-try:
-    import fcntl
-except ImportError:
-    fcntl = None  # type: ignore[assignment]
 
 SUFFIX = ".accel"
 IDENTITY = 12  # hexadecimal digits of the checkpoint's SHA-256 in the name
@@ -46,32 +41,6 @@ class AtomicPath(type(Path())):  # type: ignore[misc]
         with self.around(self, view) if self.around is not None else nullcontext():
             write_atomically(self, lambda file: file.write(view))
         return view.nbytes
-
-
-class Claimed(OSError):
-    """Another process writes in this folder."""
-
-
-@contextmanager
-def claimed(folder: Path) -> Iterator[None]:
-    """Inside, this process alone writes in `folder`; the claim goes with the process, however it ends.
-
-    Raises:
-        Claimed: another run has it.
-    """
-    if fcntl is None:  # Windows
-        yield
-        return
-    path = folder / ".lock"
-    with path.open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise Claimed(f"{folder}: another run writes here") from None
-        try:
-            yield
-        finally:
-            path.unlink(missing_ok=True)
 
 
 def write_atomically(path: Path, write: Callable[[BinaryIO], Any]) -> None:

@@ -303,15 +303,3 @@ def test_damaged_extra_state_names_its_file(tmp_path: Path, content: bytes | Non
     extra.write_bytes(extra.read_bytes()[:500] if content is None else content)
     with pytest.raises(checkpoint.DamagedState, match=re.escape(str(extra))):
         checkpoint.load_beside(last)
-
-
-def test_a_folder_is_claimed_by_one_run_at_a_time(tmp_path: Path) -> None:
-    with (
-        checkpoint.claimed(tmp_path),
-        pytest.raises(checkpoint.Claimed, match="another run writes here"),
-        checkpoint.claimed(tmp_path),
-    ):
-        pass
-    with checkpoint.claimed(tmp_path):
-        pass
-    assert list(tmp_path.iterdir()) == []
