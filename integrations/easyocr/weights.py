@@ -44,15 +44,12 @@ class Taken:
         return "; ".join(parts)
 
 
-def load_state(path: Path) -> dict[str, Tensor]:
+def _parameters(saved: Any, path: Path) -> dict[str, Tensor]:
     """Bare parameter name -> tensor, on the CPU; of a checkpoint to resume from the averaged weights, if it has any.
 
     Raises:
-        EasyOCRError: a missing or damaged file, or one that holds anything but tensors of finite values.
+        EasyOCRError: `saved`, which `path` holds, is anything but tensors of finite values.
     """
-    if not path.is_file():
-        raise EasyOCRError(f"saved_model={path}: no such file; expected a .pth of EasyOCR's own networks")
-    saved = _loaded(path)
     state = saved
     if isinstance(saved, dict) and isinstance(saved.get("model"), dict):
         # Integer counters and tied names may be missing in the average; it is laid over the rest.
@@ -67,6 +64,8 @@ def load_state(path: Path) -> dict[str, Tensor]:
 
 
 def _loaded(path: Path) -> Any:
+    if not path.is_file():
+        raise EasyOCRError(f"saved_model={path}: no such file; expected a .pth of EasyOCR's own networks")
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
@@ -80,15 +79,15 @@ def _loaded(path: Path) -> Any:
     raise EasyOCRError(f"saved_model={path}: not readable as weights: {why}")
 
 
-def characters_in(path: Path, given: str = "") -> str | None:
-    """The character set that `path` was trained with, or None where nothing tells.
+def _characters_in(saved: Any, path: Path, given: str) -> str | None:
+    """The character set that `saved`, which `path` holds, was trained with, or None where nothing tells.
 
     Looked up in this order: given, what the file itself says, a NAME.yaml that describes it, EasyOCR's own list,
     and what an experiment folder says of its best weights.
     """
     if given:
         return given
-    if (own := _characters_of_checkpoint(path)) is not None:
+    if (own := _characters_of_checkpoint(saved)) is not None:
         return own
     beside = path.with_suffix(".yaml")
     for candidate in (beside, path.parent.parent / "user_network" / beside.name):
@@ -108,7 +107,7 @@ def _characters_of_experiment(folder: Path) -> str | None:
     last, options = folder / "last.pt", folder / "opt.txt"
     if (written := _characters_of_yaml(folder / "user_network" / f"{folder.resolve().name}.yaml")) is not None:
         return written
-    if last.is_file() and (own := _characters_of_checkpoint(last)) is not None:
+    if last.is_file() and (own := _characters_of_checkpoint(_loaded(last))) is not None:
         return own
     if options.is_file():
         rows = options.read_text(encoding="utf-8", errors="replace").split("\n")
@@ -117,8 +116,7 @@ def _characters_of_experiment(folder: Path) -> str | None:
     return None
 
 
-def _characters_of_checkpoint(path: Path) -> str | None:
-    saved = _loaded(path)
+def _characters_of_checkpoint(saved: Any) -> str | None:
     extra = saved.get("extra") if isinstance(saved, dict) else None
     characters = extra.get("characters") if isinstance(extra, dict) else None
     return characters if isinstance(characters, str) else None
@@ -157,7 +155,8 @@ def take_over(
     Raises:
         EasyOCRError: another architecture, or another number of characters than the file's set explains.
     """
-    state, own = load_state(path), model.state_dict()
+    saved = _loaded(path)  # once: a large file on a slow disk
+    state, own = _parameters(saved, path), model.state_dict()
     if not set(state) & set(own):
         raise EasyOCRError(
             f"saved_model={path}: another architecture: it holds {next(iter(state))}, "
@@ -168,7 +167,7 @@ def take_over(
         state = {name: value for name, value in state.items() if name not in HEAD} | {n: own[n] for n in HEAD}
     elif set(HEAD) & set(state):
         _check_head(state, path)
-        known = _known_characters(path, state[HEAD[0]].size(0), characters, given)
+        known = _known_characters(_characters_in(saved, path, given), path, state[HEAD[0]].size(0), characters)
         added = "".join(c for c in dict.fromkeys(characters) if c not in set(known))
         dropped = "".join(c for c in dict.fromkeys(known) if c not in set(characters))
         if known != characters:
@@ -200,8 +199,7 @@ def _check_head(state: dict[str, Tensor], path: Path) -> None:
         )
 
 
-def _known_characters(path: Path, classes: int, characters: str, given: str) -> str:
-    known = characters_in(path, given)
+def _known_characters(known: str | None, path: Path, classes: int, characters: str) -> str:
     if known is None:
         # The same number of classes is no sign of the same order, and rows on wrong characters would stay unseen.
         raise EasyOCRError(

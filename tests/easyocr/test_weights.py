@@ -163,3 +163,11 @@ def test_a_damaged_yaml_beside_the_weights(tmp_path, content):
     saved(tmp_path / "w.pth", "abc")
     (tmp_path / "w.yaml").write_bytes(content)
     assert "w.yaml: not readable as YAML" in refusal(tmp_path / "w.pth", given="")
+
+
+def test_the_file_is_read_once(tmp_path, monkeypatch):
+    right, read_files, load = saved(tmp_path / "w.pth", "abc"), [], torch.load
+    monkeypatch.setattr(torch, "load", lambda path, **how: read_files.append(path) or load(path, **how))
+    torch.save({"model": right.state_dict(), "extra": {"characters": "abc"}}, tmp_path / "w.pth")
+    take_over(build("VGG", 4, SMALL), tmp_path / "w.pth", "abc")
+    assert read_files == [tmp_path / "w.pth"]
