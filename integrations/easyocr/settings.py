@@ -15,39 +15,57 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from integrations.easyocr.errors import EasyOCRError
 
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-Count = Annotated[int, Field(ge=1)]
-Share = Annotated[float, Field(ge=0, le=1)]
+
+def _number(value: Any) -> Any:
+    """Python takes True for 1."""
+    if isinstance(value, bool):
+        raise ValueError("a number")
+    return value
 
 
-def _text(value: Any) -> Any:
+def _text(value: Any) -> str:
     """YAML reads `number: 0123456789` as a number and an empty value as None; characters are text."""
+    if isinstance(value, bool) or not isinstance(value, (str, int, float, type(None))):
+        raise ValueError("text, in quotes where YAML would read something else")
     return "" if value is None else str(value)
 
 
 def _optional_name(value: Any) -> Any:
     """`''`, `None`, `'None'` and False all mean "not given" in official files."""
-    return "" if value in (None, False, "None", "none") else value
+    return "" if value is False or value in (None, "None", "none") else value
 
 
 def _optimizer(value: Any) -> Any:
     """The official file writes `optim: False` for Adadelta."""
-    return "adadelta" if value in (False, None, "", "False") else str(value).lower()
+    if value is False or value in (None, "", "False"):
+        return "adadelta"
+    return value.lower() if isinstance(value, str) else value
 
 
-def _ratios(value: Any) -> Any:
+def _ratios(value: Any) -> list[float]:
     """`'0.5-0.5'` -> [0.5, 0.5]; a bare number is one share."""
     parts = value if isinstance(value, (list, tuple)) else str(value).split("-")
-    return [float(str(part)) for part in parts]
+    try:
+        return [float(str(part)) for part in parts]
+    except ValueError:
+        raise ValueError("numbers that add up to 1, as a list or with - between them") from None
 
 
-def _selection(value: Any) -> Any:
+def _selection(value: Any) -> list[str]:
     """`'a-b'` -> ['a', 'b']; `'/'` and an empty value mean everything under train_data."""
     if value in (None, "", "/"):
         return [""]
-    return [str(part) for part in value] if isinstance(value, (list, tuple)) else str(value).split("-")
+    parts = value if isinstance(value, (list, tuple)) else [value]
+    if not all(isinstance(part, (str, int)) and not isinstance(part, bool) for part in parts):
+        raise ValueError("names of folders in train_data, as a list or with - between them")
+    return [str(part) for part in parts] if parts is value else str(value).split("-")
 
 
+Number = BeforeValidator(_number)
+Positive = Annotated[float, Number, Field(gt=0, allow_inf_nan=False)]
+Whole = Annotated[int, Number]
+Count = Annotated[Whole, Field(ge=1)]
+Share = Annotated[float, Number, Field(ge=0, le=1)]
 Text = Annotated[str, BeforeValidator(_text)]
 
 
@@ -63,8 +81,8 @@ class Settings(BaseModel):
     sensitive: bool = True
     # run
     experiment_name: str = "easyocr"
-    manualSeed: int = Field(1111, ge=0, lt=2**63)
-    workers: int = Field(0, ge=0)
+    manualSeed: Whole = Field(1111, ge=0, lt=2**63)
+    workers: Whole = Field(0, ge=0)
     batch_size: Count = 32
     num_iter: Count = 300_000
     valInterval: Count = 20_000
@@ -77,7 +95,7 @@ class Settings(BaseModel):
     # optimizer
     optim: Annotated[Literal["adadelta", "adam", "adamw"], BeforeValidator(_optimizer)] = "adadelta"
     lr: Positive = 1.0
-    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    beta1: Annotated[float, Number, Field(ge=0, lt=1)] = 0.9
     rho: Share = 0.95
     eps: Positive = 1e-8
     grad_clip: Positive = 5.0
@@ -86,13 +104,13 @@ class Settings(BaseModel):
     valid_data: str = ""
     select_data: Annotated[list[str], BeforeValidator(_selection)] = [""]
     batch_ratio: Annotated[list[Annotated[float, Field(gt=0, le=1)]], BeforeValidator(_ratios)] = [1.0]
-    total_data_usage_ratio: Annotated[float, Field(gt=0, le=1)] = 1.0
+    total_data_usage_ratio: Annotated[float, Number, Field(gt=0, le=1)] = 1.0
     batch_max_length: Count = 25
-    imgH: int = Field(64, ge=32)
-    imgW: int = Field(600, ge=16)
+    imgH: Whole = Field(64, ge=32)
+    imgW: Whole = Field(600, ge=16)
     PAD: bool = True
     rgb: Literal[False] = False
-    contrast_adjust: Share = 0.0
+    contrast_adjust: Annotated[Share, BeforeValidator(lambda v: 0.0 if v is False else v)] = 0.0
     data_filtering_off: bool = False
     # network
     Transformation: Annotated[Literal["None"], BeforeValidator(lambda v: "None" if v is None else v)] = "None"
@@ -100,8 +118,8 @@ class Settings(BaseModel):
     SequenceModeling: Literal["BiLSTM"] = "BiLSTM"
     Prediction: Literal["CTC"] = "CTC"
     num_fiducial: Count = 20
-    input_channel: Literal[1] = 1
-    output_channel: int = Field(256, ge=16)
+    input_channel: Annotated[Literal[1], Number] = 1
+    output_channel: Whole = Field(256, ge=16)
     hidden_size: Count = 256
     decode: Literal["greedy", "beamsearch"] = "greedy"
 
@@ -109,10 +127,10 @@ class Settings(BaseModel):
     output: str = Field("saved_models", description="folder that holds the experiment folder")
     preprocess: Literal["reader", "official"] = "reader"
     schedule: Literal["constant", "onecycle", "cosine"] = "constant"
-    warmup: int = Field(0, ge=0, description="updates of linear warm-up")
-    patience: int = Field(0, ge=0, description="validations without a better model before an early stop; 0: never")
+    warmup: Whole = Field(0, ge=0, description="updates of linear warm-up")
+    patience: Whole = Field(0, ge=0, description="validations without a better model before an early stop; 0: never")
     augment: bool = False
-    forward_px: int = Field(0, ge=0, description="samples x px of width in one forward; 0: chosen")
+    forward_px: Whole = Field(0, ge=0, description="samples x px of width in one forward; 0: chosen")
     lang_list: list[str] = ["en"]
     saved_characters: Text = ""
     image_column: str = "image"
@@ -214,4 +232,8 @@ def _one_line(error: ValidationError) -> str:
     if first["type"] == "extra_forbidden":
         near = difflib.get_close_matches(key, [*Settings.model_fields, *_SPELLINGS], n=1)
         return f"{key}={value!r}: unknown key" + (f"; did you mean {near[0]}?" if near else "")
-    return f"{key}={value!r}: allowed {'are ' + _WHY[key] if key in _WHY else 'is: ' + first['msg']}"
+    if key in _WHY:
+        return f"{key}={value!r}: allowed are {_WHY[key]}"
+    if first["type"].startswith("bool"):
+        return f"{key}={value!r}: allowed are True, False"
+    return f"{key}={value!r}: allowed is: {first['msg'].removeprefix('Value error, ')}"

@@ -98,6 +98,26 @@ def test_characters_are_taken_as_written(tmp_path):
         ("PAD", False, "preprocess: official"),
         ("preprocess", "other", "reader, official"),
         ("batch_sise", 3, "did you mean batch_size?"),
+        ("number", [1, 2], "[1, 2]: allowed is: text"),
+        ("number", {"a": 1}, "allowed is: text"),
+        ("symbol", True, "allowed is: text"),
+        ("saved_characters", ["a"], "allowed is: text"),
+        ("batch_size", True, "True: allowed is: a number"),
+        ("workers", False, "allowed is: a number"),
+        ("lr", True, "allowed is: a number"),
+        ("manualSeed", True, "allowed is: a number"),
+        ("contrast_adjust", True, "allowed is: a number"),
+        ("input_channel", True, "1 (the Reader"),
+        ("sensitive", 3, "3: allowed are True, False"),
+        ("FT", [True], "allowed are True, False"),
+        ("select_data", {"a": 1}, "{'a': 1}: allowed is: names of folders"),
+        ("select_data", [["a"]], "allowed is: names of folders"),
+        ("select_data", True, "allowed is: names of folders"),
+        ("batch_ratio", {"a": 1}, "allowed is: numbers that add up to 1"),
+        ("batch_ratio", True, "allowed is: numbers that add up to 1"),
+        ("saved_model", 0, "valid string"),
+        ("optim", 0, "Adadelta"),
+        ("optim", ["adam"], "Adadelta"),
     ],
 )
 def test_refusals_name_key_value_and_what_is_allowed(key, value, told):
@@ -107,6 +127,33 @@ def test_refusals_name_key_value_and_what_is_allowed(key, value, told):
     assert key in message
     assert told in message
     assert "\n" not in message
+
+
+def test_a_list_of_characters_in_a_file(tmp_path):
+    path = tmp_path / "en.yaml"
+    path.write_text("number: [1, 2]\n")
+    with pytest.raises(EasyOCRError, match=r"en.yaml: number=\['1', '2'\]: allowed is: text"):
+        read_settings(path)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "taken"),
+    [
+        ("number", 123, "123"),
+        ("symbol", None, ""),
+        ("select_data", 2024, ["2024"]),
+        ("select_data", ["a"], ["a"]),
+        ("contrast_adjust", False, 0.0),
+        ("eps", "1e-8", 1e-8),
+        ("batch_size", "32", 32),
+        ("lr", 1, 1.0),
+        ("optim", "Adam", "adam"),
+        ("saved_model", False, ""),
+        ("FT", "False", False),
+    ],
+)
+def test_what_official_files_hold_is_taken(key, value, taken):
+    assert getattr(read_settings({key: value})[0], key) == taken
 
 
 def test_a_file_that_is_missing_or_not_yaml(tmp_path):
