@@ -20,6 +20,10 @@ from integrations.easyocr.errors import EasyOCRError
 from integrations.easyocr.settings import Settings
 
 HEADER = "filename,words"
+# The Reader scales to a height and keeps the whole width, so one odd crop could take all memory. Lines across a page
+# are up to some 40 times as long as high; the fewest crops of 50 that a forward takes (4) are still below what the
+# official trainer holds at once, 32 of 600 x 64 px.
+LONGEST = 50  # times the shorter side
 # What Pillow raises over a file that is gone, damaged, or larger than it takes.
 UNDECODABLE = (OSError, SyntaxError, ValueError, AttributeError, Image.DecompressionBombError)
 _EXIF_ORIENTATION, _SIDEWAYS = 0x0112, {5, 6, 7, 8}
@@ -213,7 +217,8 @@ def read_any(source: Any, name: str, settings: Settings, skipped: Skipped) -> Li
 
 
 def keep_trainable(lines: LineSet, characters: str, settings: Settings, skipped: Skipped) -> LineSet:
-    """Labels folded to the set's case, without those that are empty, too long, or hold unknown characters.
+    """Labels folded to the set's case, without those that are empty, too long, or hold unknown characters, and
+    without crops too long for `preprocess: reader`.
 
     `data_filtering_off` keeps too long labels, as the official trainer does; a label with a character that has no
     class cannot be encoded at all, and is left out and counted either way.
@@ -231,6 +236,8 @@ def keep_trainable(lines: LineSet, characters: str, settings: Settings, skipped:
             skipped.add(f"characters outside the set ({''.join(unknown)})", line.name)
         elif len(label) > settings.batch_max_length and not settings.data_filtering_off:
             skipped.add(f"label longer than batch_max_length={settings.batch_max_length}", line.name)
+        elif settings.preprocess == "reader" and max(line.width, line.height) > LONGEST * min(line.width, line.height):
+            skipped.add(f"longer side over {LONGEST} times the shorter one", line.name)
         else:
             kept.append(Line(line.name, label, line.width, line.height, line.path, line.row))
     if not kept:

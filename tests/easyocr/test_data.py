@@ -71,6 +71,18 @@ def test_what_is_left_out_is_counted_and_listed(tmp_path):
     assert "empty label" in told
 
 
+def test_a_crop_too_long_to_keep_its_width_is_left_out(tmp_path):
+    folder = write_folder(tmp_path / "x", ["1", "2", "3", "4"])
+    for name, size in (("0", (100_000, 64)), ("1", (1000, 20)), ("2", (1001, 20)), ("3", (2, 101))):
+        Image.new("L", size).save(folder / f"{name}.png")
+    labels, skipped = served(folder, number="1234")
+    assert labels == ["2"]
+    (told,) = skipped.sentences()
+    assert told.startswith("3 left out, longer side over 50 times the shorter one: ")
+    assert all(str(folder / f"{name}.png") in told for name in "023")
+    assert served(folder, number="1234", preprocess="official")[0] == ["1", "2", "3", "4"]  # squeezed to imgW
+
+
 def test_errors_name_the_file(tmp_path):
     with pytest.raises(EasyOCRError, match="no such folder"):
         leaves(tmp_path / "none")
