@@ -47,6 +47,7 @@ WIDTH_STEP = 8  # px; bucket edges are its multiples
 MOST_BUCKETS = 16  # shapes of an eager run
 ROOM = 2  # graphs of the compile budget that are left for partial batches
 SHOW_EVERY = 10  # updates
+DIVERGED = 100  # skipped updates in a row, after which no further one is worth its time
 FOLDERS = ("model", "user_network")  # of the Reader's files, in the experiment's
 
 
@@ -60,6 +61,8 @@ def fit(
     **options: Any,
 ) -> Result:
     """Trains until `num_iter` updates, an early stop, or Ctrl-C (which finishes the update and saves everything).
+
+    A run of which 100 updates in a row were skipped, for a gradient that is not finite, ends as well.
 
     Args:
         config: the official yaml, or its keys as a mapping; `accel:` in it holds AccelConfig's fields.
@@ -177,6 +180,11 @@ class _Run:
                 with asked_to_stop():  # what was trained is saved; the validation is finished all the same
                     self._validate(board)
             facts = self.accel.session.report.window
+            if stopped == "diverged":
+                self.accel.session.warn(
+                    f"training ended at update {self.accel.updates} of {self.settings.num_iter}: it diverged, the last "
+                    f"{DIVERGED} updates were all skipped; lower lr={self.settings.lr} or grad_clip"
+                )
             if facts.skipped_updates and not facts.updates:
                 self.accel.session.warn("no update was made: every gradient was not finite; the weights are unchanged")
             if self.at.infeasible:
@@ -210,6 +218,8 @@ class _Run:
                     self._validate(board)
                     if settings.patience and self.at.stale >= settings.patience:
                         return "patience"
+                if accel.session.meter.none_finite(DIVERGED):
+                    return "diverged"
                 if any_rank(asked.is_set(), accel.device):
                     return "interrupted"
         return "num_iter"

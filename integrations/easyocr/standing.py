@@ -25,7 +25,8 @@ STEPS = ("optim", "lr", "beta1", "rho", "eps", "schedule", "warmup")  # which a 
 class Result:
     """What a run came to. accuracy, norm_ED: 0..1, of the best weights, which `exported` holds.
 
-    stopped: num_iter, patience or interrupted. unreadable: pictures that could not be decoded and were left out.
+    stopped: num_iter, patience, diverged (100 updates in a row were skipped) or interrupted. unreadable: pictures that
+    could not be decoded and were left out.
     """
 
     folder: Path

@@ -16,6 +16,7 @@ from plugins.core.update import Outcome
 
 WITHOUT_GRADIENT_SHOWN = 20
 SKIPS_SHOWN = 5
+SKIPS_IN_A_ROW = 20  # fp16's scaler may skip some ten at the start, until it has found its scale
 COUNTS = ("micro_batches", "updates", "partial_windows", "skipped_updates", "dropped_micro_batches")
 
 
@@ -96,6 +97,11 @@ class Account:
                 )
         facts.partial_windows += outcome.partial
         self.meter.closed(outcome, in_use_gib(device))
+        if not outcome.stepped and self.meter.none_finite(SKIPS_IN_A_ROW):
+            self.warn(
+                f"{SKIPS_IN_A_ROW} updates in a row were skipped: every gradient was not finite; lower the learning "
+                "rate, or see the gradient norms in the report"
+            )
 
     def counts(self) -> dict[str, int]:
         """What was counted so far, for a checkpoint; a resumed run goes on from it."""

@@ -65,6 +65,11 @@ class Meter:
         series.samples += outcome.samples
         self._waited, self._elements, self._padding = 0.0, 0, 0
 
+    def none_finite(self, count: int) -> bool:
+        """Whether none of the last `count` updates had a finite gradient, and so many there were."""
+        last = self.series.norms[-count:]
+        return len(last) == count and not any(map(math.isfinite, last))
+
     def shape(self, shape: Iterable[int], padding: int) -> None:
         sizes = tuple(shape)
         self.seen.add(sizes, padding, math.prod(sizes))

@@ -286,6 +286,25 @@ def test_a_run_of_skipped_updates_does_not_fill_the_report() -> None:
     assert 1 <= len(session.report.warnings) <= 10
 
 
+def test_twenty_skipped_updates_in_a_row_are_told_once() -> None:
+    model = mlp()
+    said: list[str] = []
+    session = session_of(model, SGD(model.parameters()), 1, said=said)
+    good, bad = batches(1, [2])[0], poisoned(batches(1, [2]), 0)[0]
+
+    def told() -> int:
+        return sum("20 updates in a row were skipped" in line for line in said)
+
+    for part in [bad] * 19 + [good] + [bad] * 19:
+        feed(session, model, part)
+    assert told() == 0
+    feed(session, model, bad)
+    assert told() == 1
+    for part in [bad] * 5 + [good] + [bad] * 25:
+        feed(session, model, part)
+    assert told() == 1
+
+
 def test_stop_raises_and_leaves_weights_average_and_statistics() -> None:
     model = mlp(9, norm=True)
     shadow = EMA(model, 0.9)

@@ -134,6 +134,19 @@ def test_an_infinite_gradient_is_skipped(tiny, monkeypatch):
         fit(tiny, nonfinite="stop", output=tiny["output"] + "_stop", **SILENT)
 
 
+def test_a_learning_rate_that_explodes_ends_the_run(tiny):
+    lines = []
+    result = fit(tiny, lr=1e30, num_iter=1000, valInterval=1000, say=lines.append)
+    assert result.stopped == "diverged"
+    assert 100 <= result.updates <= 110
+    assert sum("20 updates in a row were skipped" in line for line in lines) == 1
+    assert sum("it diverged" in line and f"update {result.updates} of 1000" in line for line in lines) == 1
+    assert all(file.is_file() for file in result.exported.files)
+    assert (result.folder / "best_accuracy.pth").is_file()
+    again = fit(tiny, lr=1e30, num_iter=1000, valInterval=1000, resume=True, **SILENT)
+    assert (again.stopped, again.updates) == ("diverged", result.updates + 100)
+
+
 def test_infeasible_labels_and_lost_pictures_are_counted_and_training_goes_on(tiny, tmp_path):
     folder = write_folder(tmp_path / "odd", ["11111111111", *["12"] * 11], seed=9)
     Image.open(folder / "0.png").resize((33, 40)).save(folder / "0.png")
