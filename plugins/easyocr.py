@@ -220,7 +220,7 @@ class _Run:
                         return "patience"
                 if accel.session.meter.none_finite(DIVERGED):
                     return "diverged"
-                if any_rank(asked.is_set(), accel.device):
+                if any_rank(asked.is_set(), accel.device) and accel.updates < settings.num_iter:
                     return "interrupted"
         return "num_iter"
 
@@ -296,9 +296,10 @@ class _Run:
             )
             board.validated(row, self.readings.samples(self.prepared.valid))
             self.at.keep(found, self.accel.weights)
-            self._save()
         self.validated = self.accel.updates
         self.pace.reset()
+        if self.first:
+            self._save()
         self.at.stale = from_first(self.at.stale, self.accel.device)
 
     def _read(self) -> Readings:
@@ -317,7 +318,7 @@ class _Run:
     def _save(self) -> None:
         if self.at.exported is None:  # stopped before the first validation: the Reader gets what there is
             self.at.export(self.accel.weights())
-        self.accel.save(self.folder / "last.pt", order=self._order(), **self.at.state())
+        self.accel.save(self.folder / "last.pt", order=self._order(), pace=self.pace.state(), **self.at.state())
 
     def _order(self) -> list[Any]:
         """What the order of batches depends on."""
@@ -330,9 +331,15 @@ class _Run:
         if there != here:
             raise AccelError(f"{path}: its character set is {there!r}, the configuration's is {here!r}")
         self.at.load(extra, own)
+        self.pace.load(extra.get("pace", {"loss": 0.0, "samples": 0}))
         if changed := self.at.other_steps(extra):
             self.accel.session.warn(f"{path}: the optimizer goes on as it was saved, with {changed}")
         self.validated = self.at.history[-1].update if self.at.history else -1
+        if self.accel.updates >= self.settings.num_iter:
+            self.accel.session.warn(
+                f"{path}: is at update {self.accel.updates} of num_iter={self.settings.num_iter} already: nothing is "
+                "left to train"
+            )
         if extra["order"] != self._order():
             self.at.position = 0
             self.accel.session.warn(

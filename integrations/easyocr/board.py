@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -98,6 +99,7 @@ class Pace:
     def reset(self) -> None:
         self.loss: Any = 0.0
         self.samples = 0
+        self.untimed = 0  # samples of before a resume
         self.began = time.perf_counter()
 
     def add(self, loss: Any, samples: int) -> None:
@@ -105,10 +107,20 @@ class Pace:
         self.loss = self.loss + loss * samples
         self.samples += samples
 
+    def state(self) -> dict[str, Any]:
+        """Plain values, for a checkpoint."""
+        return {"loss": float(self.loss), "samples": self.samples}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """The mean goes on; the clock begins anew."""
+        self.reset()
+        self.loss, self.samples = state["loss"], state["samples"]
+        self.untimed = self.samples
+
     @property
     def mean_loss(self) -> float:
         return float(self.loss) / self.samples if self.samples else float("nan")
 
     @property
     def speed(self) -> float:
-        return self.samples / max(time.perf_counter() - self.began, 1e-9)
+        return (self.samples - self.untimed) / max(time.perf_counter() - self.began, 1e-9)

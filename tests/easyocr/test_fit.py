@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import signal
@@ -13,6 +14,7 @@ import torch
 from PIL import Image
 
 from integrations.easyocr.board import Board
+from plugins import easyocr as plug
 from plugins.easyocr import fit
 from plugins.errors import AccelError
 from tests.easyocr.conftest import write_folder
@@ -41,6 +43,12 @@ def assert_same_state(a, b):
         assert same, path
 
 
+def table(result):
+    """log.csv without its column of speeds."""
+    with (result.folder / "log.csv").open(newline="") as file:
+        return [{k: v for k, v in row.items() if k != "samples_per_second"} for row in csv.DictReader(file)]
+
+
 def interrupt_at_show(monkeypatch):
     """Ctrl-C when the board is next shown, which is at update 10."""
     original = Board.training
@@ -67,9 +75,48 @@ def test_916_an_interrupted_run_that_is_resumed_equals_the_straight_one(tiny, mo
     whole = fit(options, resume=True, **SILENT)
     assert (whole.stopped, whole.updates) == ("num_iter", 20)
     assert [row.update for row in whole.history] == [row.update for row in straight.history] == [4, 8, 12, 16, 20]
+    assert table(whole) == table(straight)
     assert_same_state(whole.folder / "last.pt", straight.folder / "last.pt")
     for a, b in zip(whole.exported.files[:2], straight.exported.files[:2], strict=True):
         assert a.read_bytes() == b.read_bytes()
+
+
+def test_a_checkpoint_of_before_the_loss_was_saved_in_it(tiny):
+    first = fit(tiny, num_iter=4, **SILENT)
+    state = torch.load(first.folder / "last.pt", weights_only=True)
+    assert state["extra"].pop("pace") == {"loss": 0.0, "samples": 0}
+    torch.save(state, first.folder / "last.pt")
+    assert fit(tiny, resume=True, **SILENT).updates == 6
+
+
+@pytest.mark.parametrize("every", [3, 4], ids=["in the loop", "after it"])
+def test_ctrl_c_in_the_very_last_validation_loses_nothing(tiny, monkeypatch, every):
+    tiny = {**tiny, "valInterval": every}
+    straight = fit({**tiny, "output": tiny["output"] + "_straight"}, **SILENT)
+    original = plug.read_lines
+
+    def asked(*args, **options):
+        if len(calls) == 1:  # the second validation is the last
+            os.kill(os.getpid(), signal.SIGINT)
+        calls.append(1)
+        return original(*args, **options)
+
+    calls = []
+    with monkeypatch.context() as patch:
+        patch.setattr(plug, "read_lines", asked)
+        done = fit(tiny, **SILENT)
+    assert (done.stopped, done.updates, len(calls)) == ("num_iter", 6, 2)
+    assert table(done) == table(straight)
+    assert_same_state(done.folder / "last.pt", straight.folder / "last.pt")
+    for name in ("best_accuracy.pth", "mistakes.png", "accel_report.json"):
+        assert (done.folder / name).is_file()
+    assert all(file.is_file() for file in done.exported.files)
+    lines = []
+    again = fit(tiny, resume=True, say=lines.append)
+    assert (again.stopped, again.updates) == ("num_iter", 6)
+    assert any("num_iter=6" in line and "already" in line for line in lines)
+    assert table(again) == table(straight)
+    assert fit(tiny, num_iter=8, resume=True, **SILENT).updates == 8
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -116,8 +163,6 @@ def test_early_stopping(tiny):
 
 
 def test_an_infinite_gradient_is_skipped(tiny, monkeypatch):
-    from plugins import easyocr as plug
-
     real, calls = plug.ctc_loss, []
 
     def sometimes(logits, *labels):
