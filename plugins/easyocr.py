@@ -205,11 +205,11 @@ class _Run:
     def _loop(self, board: Board) -> str:
         """Updates until the end of the training; returns why it stopped."""
         settings, accel = self.settings, self.accel
+        if accel.updates >= settings.num_iter:
+            return "num_iter"
         accel.train()
         with asked_to_stop() as asked:
             for batch in self._stream():
-                if accel.updates >= settings.num_iter:
-                    break
                 if self._micro_batch(batch) is None:
                     continue
                 if self.first and accel.updates % SHOW_EVERY == 0:
@@ -220,7 +220,9 @@ class _Run:
                         return "patience"
                 if accel.session.meter.none_finite(DIVERGED):
                     return "diverged"
-                if any_rank(asked.is_set(), accel.device) and accel.updates < settings.num_iter:
+                if accel.updates >= settings.num_iter:
+                    break  # before another batch is waited for
+                if any_rank(asked.is_set(), accel.device):
                     return "interrupted"
         return "num_iter"
 

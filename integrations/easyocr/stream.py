@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -125,7 +126,7 @@ def loader(lines: Lines, batches: Iterable[Batch], workers: int, pin: bool = Fal
         batch_size=None,
         num_workers=workers,
         prefetch_factor=2 if workers else None,
-        worker_init_fn=_one_thread if workers else None,
+        worker_init_fn=_start_worker if workers else None,
         generator=torch.Generator(),
         pin_memory=pin,
     )
@@ -141,7 +142,18 @@ class _Order:
         return iter(self.batches)
 
 
-def _one_thread(worker: int) -> None:
+def _start_worker(worker: int) -> None:
+    """One thread; Ctrl-C and a SIGTERM to the whole process group are the parent's to answer, which still needs data.
+
+    A killed parent is seen by torch's own loop, within seconds.
+    """
     import cv2
 
     cv2.setNumThreads(0)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, _let_one_pass)
+
+
+def _let_one_pass(number: int, frame: Any) -> None:
+    """A second SIGTERM ends this worker: torch and Python send it to one that hangs when the run is over."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
