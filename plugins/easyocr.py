@@ -21,13 +21,12 @@ import torch
 from torch import Tensor
 
 from integrations.easyocr import optim
-from integrations.easyocr.batches import WidthBatches
 from integrations.easyocr.board import Board, Pace, Row
 from integrations.easyocr.errors import EasyOCRError
 from integrations.easyocr.labels import ctc_loss
 from integrations.easyocr.network import read
 from integrations.easyocr.prepare import Prepared, prepare
-from integrations.easyocr.reading import Readings, read_lines
+from integrations.easyocr.reading import Readings
 from integrations.easyocr.scoring import score
 from integrations.easyocr.settings import read_settings
 from integrations.easyocr.standing import Result, Standing, earlier_run
@@ -127,34 +126,25 @@ class _Run:
             say=say if self.first else lambda line: None,
             config=config,
         )
-        self.batches = self._batches(config)
+        edges = self.accel.session.report.shapes.buckets = self._edges(config)
+        self.batches = prepared.batches(edges)
         self.at = Standing(prepared, write_atomically)
         self.readings: Readings | None = None
         self.pace = Pace()
         self.validated = -1  # the update of the last validation
 
-    def _batches(self, config: AccelConfig) -> WidthBatches:
+    def _edges(self, config: AccelConfig) -> list[int]:
+        """The widths in px that batches are padded to."""
         widths = self.prepared.lines.widths()
         widest = max(widths)
         if config.buckets == "auto":
             compiled = self.accel.session.planner.may_compile
             most = max(1, config.recompile_budget - ROOM) if compiled else MOST_BUCKETS
-            edges = choose_edges(widths, most, WIDTH_STEP)
-        elif config.buckets == "off":
-            edges = [max(widest, self.settings.imgW)]
-        else:
-            last = min((edge for edge in config.buckets if edge >= widest), default=widest)
-            edges = [*(edge for edge in config.buckets if edge < widest), last]
-        self.accel.session.report.shapes.buckets = edges
-        return WidthBatches(
-            widths,
-            edges,
-            self.settings.batch_size,
-            sizes=[len(part.lines) for part in self.prepared.sets],
-            shares=self.settings.batch_ratio,
-            usage=self.settings.total_data_usage_ratio,
-            seed=self.settings.manualSeed,
-        )
+            return choose_edges(widths, most, WIDTH_STEP)
+        if config.buckets == "off":
+            return [max(widest, self.settings.imgW)]
+        last = min((edge for edge in config.buckets if edge >= widest), default=widest)
+        return [*(edge for edge in config.buckets if edge < widest), last]
 
     def train(self, start: Path | None, own: bool = True) -> Result:
         """Trains, and leaves every file of the experiment folder, also when it stops early.
@@ -281,7 +271,8 @@ class _Run:
     def _validate(self, board: Board) -> None:
         """Reads the validation lines as the Reader does; rank 0 scores, saves and tells the others."""
         if self.first:
-            self.readings = self._read()
+            with self.accel.validation() as model:
+                self.readings = self.prepared.read(model, self.accel.device)
             for line in self.at.lost(self.readings.unreadable):
                 self.accel.session.warn(line)
             found = score(self.readings.texts, self.readings.labels)
@@ -303,19 +294,6 @@ class _Run:
         if self.first:
             self._save()
         self.at.stale = from_first(self.at.stale, self.accel.device)
-
-    def _read(self) -> Readings:
-        prepared = self.prepared
-        with self.accel.validation() as model:
-            return read_lines(
-                model,
-                prepared.valid,
-                prepared.preprocess,
-                prepared.codec,
-                self.accel.device,
-                batch_size=self.settings.batch_size,
-                decode=self.settings.decode,
-            )
 
     def _save(self) -> None:
         if self.at.exported is None:  # stopped before the first validation: the Reader gets what there is

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from integrations.easyocr.augment import Augment
+from integrations.easyocr.batches import WidthBatches
 from integrations.easyocr.charset import characters_of, check_languages
 from integrations.easyocr.data import LineSet, Skipped, keep_trainable, read_any
 from integrations.easyocr.errors import EasyOCRError
@@ -16,6 +19,7 @@ from integrations.easyocr.export import Exported, Writer, check_name, write
 from integrations.easyocr.labels import converter
 from integrations.easyocr.network import build, frozen_parts
 from integrations.easyocr.preprocess import Preprocess
+from integrations.easyocr.reading import Readings, read_lines
 from integrations.easyocr.settings import Settings
 from integrations.easyocr.stream import Lines
 from integrations.easyocr.weights import take_over
@@ -39,6 +43,24 @@ class Prepared:
     @property
     def params(self) -> dict[str, int]:
         return network_params(self.settings)
+
+    def batches(self, edges: Sequence[int]) -> WidthBatches:
+        """The training lines in batches; `edges` in px, the last one holds the widest line."""
+        settings = self.settings
+        return WidthBatches(
+            self.lines.widths(),
+            edges,
+            settings.batch_size,
+            sizes=[len(part.lines) for part in self.sets],
+            shares=settings.batch_ratio,
+            usage=settings.total_data_usage_ratio,
+            seed=settings.manualSeed,
+        )
+
+    def read(self, model: nn.Module, device: torch.device) -> Readings:
+        """The validation lines, as the Reader reads them."""
+        size, decode = self.settings.batch_size, self.settings.decode
+        return read_lines(model, self.valid, self.preprocess, self.codec, device, batch_size=size, decode=decode)
 
     def export(self, state: dict[str, Any], writer: Writer, name: str | None = None) -> Exported:
         """Writes the Reader's three files into the experiment folder."""

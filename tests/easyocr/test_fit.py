@@ -14,6 +14,7 @@ import torch
 from PIL import Image
 
 from integrations.easyocr.board import Board
+from integrations.easyocr.prepare import Prepared
 from plugins import easyocr as plug
 from plugins.easyocr import fit
 from plugins.errors import AccelError
@@ -93,17 +94,17 @@ def test_a_checkpoint_of_before_the_loss_was_saved_in_it(tiny):
 def test_ctrl_c_in_the_very_last_validation_loses_nothing(tiny, monkeypatch, every):
     tiny = {**tiny, "valInterval": every}
     straight = fit({**tiny, "output": tiny["output"] + "_straight"}, **SILENT)
-    original = plug.read_lines
+    original = Prepared.read
 
-    def asked(*args, **options):
+    def asked(*args):
         if len(calls) == 1:  # the second validation is the last
             os.kill(os.getpid(), signal.SIGINT)
         calls.append(1)
-        return original(*args, **options)
+        return original(*args)
 
     calls = []
     with monkeypatch.context() as patch:
-        patch.setattr(plug, "read_lines", asked)
+        patch.setattr(Prepared, "read", asked)
         done = fit(tiny, **SILENT)
     assert (done.stopped, done.updates, len(calls)) == ("num_iter", 6, 2)
     assert table(done) == table(straight)
@@ -311,6 +312,7 @@ def test_the_memory_of_many_validations_is_flat(tiny):
     script = """
 import json, sys, psutil
 from integrations.easyocr.board import Board
+from integrations.easyocr.prepare import Prepared
 from plugins.easyocr import fit
 sizes, real = [], Board.validated
 def validated(self, *args):
