@@ -68,6 +68,7 @@ class SpeedFacts:
 @dataclass
 class MemoryFacts:
     kind: str = ""
+    allocator: str = "host"
     first_step_peak_gib: float | None = None
     steady_peak_gib: float | None = None
 

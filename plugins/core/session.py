@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from plugins.config import AccelConfig
 from plugins.core import checkpoint
 from plugins.core.account import Account
+from plugins.core.allocator import FreedMemory
 from plugins.core.batchnorm import Statistics
 from plugins.core.compilation import Compilation
 from plugins.core.compile import CUDA_GRAPH_MODES, InPlace, preallocate_gradients
@@ -111,7 +112,7 @@ class Session:
         )
         self.statistics = Statistics(model, self.config.batchnorm)
         self.statistics.apply(self.window.expected)
-        self.peaks = Peaks(device)
+        self.peaks, self.freed = Peaks(device), FreedMemory(device)
         self.describe_window(micro_batch)
         self.account.begin(device, self.peaks, self.statistics, self.update.clip_norm, self.window.exact)
         cache = Memory(default_folder() if self.config.cache_dir == "auto" else Path(self.config.cache_dir), self.warn)
@@ -263,6 +264,7 @@ class Session:
         self.account.closed(outcome, self.device)
         self.window.close()
         self.peaks.update_done()
+        self.freed.update_done(self.peaks.first_gib or 0.0)
         self.compilation.hold_budget(self.updates)
 
     def drop(self) -> None:
@@ -329,6 +331,7 @@ class Session:
             self.compilation.end()
         if hasattr(self, "statistics"):
             self.statistics.undo()
+            self.freed.release()
         return path
 
     def _sum_up(self) -> None:
@@ -340,6 +343,7 @@ class Session:
             self.planner.sum_up(report.speed, report.compile)
         if hasattr(self, "peaks"):
             self.peaks.end()
+            report.memory.allocator = self.freed.kept or "host"
             report.memory.first_step_peak_gib = self.peaks.first_gib
             report.memory.steady_peak_gib = self.peaks.steady_gib
         if hasattr(self, "update") and self.update.average is not None:

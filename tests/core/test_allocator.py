@@ -1,0 +1,105 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from plugins.core import allocator
+from plugins.core.allocator import KEEP, RELEASE, FreedMemory
+
+ROOT = Path(__file__).parents[2]
+CPU = torch.device("cpu")
+STEPS = """
+import resource, torch
+from plugins.core.allocator import FreedMemory
+
+def step():
+    parts = [torch.ones(2_000_000) for _ in range(12)]  # 96 MB in blocks of 8
+
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    step()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+def resident():
+    return int(open("/proc/self/statm").read().split()[1]) * 4096
+
+freed = FreedMemory(torch.device("cpu"))
+step()
+freed.update_done(0.1)
+host = faults()
+freed.update_done(0.1)
+step()
+kept, held = faults(), resident()
+freed.release()
+print(host, kept, held - resident(), bool(freed.kept))
+"""
+GLIBC = pytest.mark.skipif(allocator._glibc() is None, reason="glibc's allocator alone")
+
+
+@GLIBC
+def test_kept_memory_saves_a_steps_page_faults_and_is_given_back() -> None:
+    """In a process of its own: what the allocator holds depends on all that ran before."""
+    done = subprocess.run([sys.executable, "-c", STEPS], cwd=ROOT, capture_output=True, text=True, check=True)
+    host, kept, given_back, was_kept = done.stdout.split()
+    assert was_kept == "True"
+    assert int(host) > 10_000
+    assert int(kept) < int(host) / 20
+    assert int(given_back) > 80e6
+
+
+@pytest.fixture
+def values(monkeypatch: pytest.MonkeyPatch) -> list[dict[int, int]]:
+    """What the allocator was told; it takes all."""
+    told: list[dict[int, int]] = []
+    monkeypatch.setattr(allocator, "_set", lambda values: told.append(values) or True)
+    return told
+
+
+def run(monkeypatch: pytest.MonkeyPatch, faults: int, free: float = 8.0, device: torch.device = CPU) -> FreedMemory:
+    """Three updates of a tenth of a second with so many faults each, of a process of 2 GiB."""
+    seen = iter(range(10))
+    usage = lambda who: type("Usage", (), {"ru_minflt": faults * next(seen)})  # noqa: E731
+    times = iter(range(10))
+    monkeypatch.setattr(allocator.resource, "getrusage", usage)
+    monkeypatch.setattr(allocator.time, "perf_counter", lambda: next(times) / 10)
+    monkeypatch.setattr(allocator, "free_gib", lambda device: free)
+    freed = FreedMemory(device)
+    for _ in range(3):
+        freed.update_done(2.0)
+    return freed
+
+
+@GLIBC
+def test_it_is_decided_once_by_the_faults_of_the_second_update(
+    monkeypatch: pytest.MonkeyPatch, values: list[dict[int, int]]
+) -> None:
+    freed = run(monkeypatch, faults=10_000)
+    assert values == [KEEP]
+    assert "10,000 page faults were about 15% of an update" in freed.kept
+    freed.release()
+    assert values == [KEEP, RELEASE]
+
+
+@GLIBC
+@pytest.mark.parametrize(
+    ("faults", "free", "device"),
+    [(500, 8.0, CPU), (10_000, 1.9, CPU), (10_000, 8.0, torch.device("cuda"))],
+    ids=["few faults", "no memory free", "another device"],
+)
+def test_it_stays_as_it_is(
+    monkeypatch: pytest.MonkeyPatch, values: list[dict[int, int]], faults: int, free: float, device: torch.device
+) -> None:
+    freed = run(monkeypatch, faults, free, device)
+    freed.release()
+    assert values == []
+    assert freed.kept == ""
+
+
+def test_another_libc_has_nothing_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(allocator, "_glibc", lambda: None)
+    assert run(monkeypatch, faults=10_000).kept == ""
+    assert not allocator._set(KEEP)
