@@ -29,12 +29,15 @@ from pathlib import Path
 from typing import Any
 
 import cloudpickle
+import psutil
 import torch
 from torch import Tensor, nn
 
 from plugins.core.compile import InPlace, first_line
 from plugins.core.shapes import Marker
 from plugins.core.toolchain import end_group
+
+PREFIX = "accel-compile-"  # of a worker's folder; the run's process id follows
 
 
 @dataclass(frozen=True)
@@ -137,7 +140,8 @@ class Worker:
             "parent": os.getpid(),
             "seconds": 2 * budget_seconds,
         }
-        self.folder = Path(tempfile.mkdtemp(prefix="accel-compile-"))
+        sweep()
+        self.folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-"))
         self.began, self.budget = time.monotonic(), budget_seconds
         try:
             with (self.folder / "job").open("wb") as file:
@@ -191,6 +195,16 @@ def _stop(owner: int, process: subprocess.Popen[bytes], folder: Path) -> None:
     if os.getpid() == owner:
         end_group(process)
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def sweep() -> None:
+    """Remove folders of this user's runs that were killed together with their workers."""
+    for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*-*"):
+        owner = path.name.removeprefix(PREFIX).partition("-")[0]
+        with contextlib.suppress(OSError):  # another run sweeps too
+            # A worker that outlived its run ends itself within a second, and needs its folder no more.
+            if path.lstat().st_uid == os.getuid() and owner.isdecimal() and not psutil.pid_exists(int(owner)):
+                shutil.rmtree(path, ignore_errors=True)
 
 
 def command() -> list[str]:

@@ -292,6 +292,20 @@ def test_nothing_stays_of_a_worker_whose_run_was_ended(tmp_path: Path, by: signa
     assert not alive(worker)
 
 
+def test_a_worker_sweeps_folders_of_runs_that_are_gone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait(timeout=60)
+    names = [f"accel-compile-{gone.pid}-a", f"accel-compile-{os.getpid()}-b", "accel-compile-c-d", f"other-{gone.pid}-e"]
+    for name in names:
+        (tmp_path / name / "in").mkdir(parents=True)
+    (tmp_path / f"accel-compile-{gone.pid}-link").symlink_to(tmp_path / names[-1])
+    monkeypatch.setattr(precompile.tempfile, "tempdir", str(tmp_path))
+    stand_in(monkeypatch, READY)
+    Worker([], {}, (), 600.0).stop()
+    assert sorted(p.name for p in tmp_path.iterdir() if not p.is_symlink()) == sorted(names[1:])
+    assert (tmp_path / names[-1] / "in").is_dir()
+
+
 def alive(pid: int) -> bool:
     try:
         os.kill(pid, 0)
