@@ -49,10 +49,10 @@ class Lessons:
             return None  # a run that is longer than the one that learnt it can try more
         learnt = found.compile
         if found.plan.compile != "eager" and not self.memory.has_code(found.code):
-            found.plan = replace(found.plan, compile="eager")
+            found.plan = found.plan.eager
             learnt.settled = False  # code went away: compile it again, beside
         elif found.plan.compile != "eager" and learnt.saved_seconds * moment.left < learnt.warm_seconds:
-            found.plan = replace(found.plan, compile="eager")
+            found.plan = found.plan.eager
             learnt.reason = f"even from a warm cache, {learnt.warm_seconds:.1f} s, compile cannot be won back"
         return found
 
@@ -86,7 +86,8 @@ class Lessons:
         if "compile" in self.start.open_fields:
             modules, scope = self.compilation.modules()
             able = [p for p in offered if not planning.cannot_gain(modules, self.device, p.precision)]
-            offered.update(replace(plan, compile=scope) for plan in able)
+            ways = (False, True) if self.compilation.may_use_cuda_graphs else (False,)
+            offered.update(replace(plan, compile=scope, cuda_graphs=way) for plan in able for way in ways)
         return offered
 
     def _bounded(self, shape: Iterable[int]) -> tuple[int, ...]:

@@ -21,7 +21,6 @@ from torch import nn
 from plugins.core import plan as planning
 from plugins.core.beside import Beside, Learnt, Owner, lasts
 from plugins.core.compilation import OWNED, STARTS_EAGER, Compilation
-from plugins.core.compile import CompileRefused
 from plugins.core.lessons import Lessons
 from plugins.core.plan import Plan, Timing
 from plugins.core.planfile import Start, Switch, write_switches
@@ -131,7 +130,7 @@ class Planner:
         if switch.plan.compile == "eager" or self.compilation.config.compile != "off":
             return switch
         self.compilation.facts.reason = "compile=off, which a plan file does not overrule"
-        return replace(switch, plan=replace(switch.plan, compile="eager"))
+        return replace(switch, plan=switch.plan.eager)
 
     def measure_nothing(self, why: str) -> None:
         """No trial from now on; switches that were given are made all the same."""
@@ -143,17 +142,10 @@ class Planner:
         self.state = "done"
 
     def _switch(self, moment: Moment, plan: Plan) -> None:
-        """Run this plan from now on; without its compile, where that cannot be."""
-        if plan.compile != self.plan.compile:
-            self.compilation.undo()
-            if plan.compile != "eager":
-                try:
-                    if self.compilation.impossible:
-                        raise CompileRefused(self.compilation.impossible)
-                    self.compilation.install(*self.compilation.modules(plan.compile))
-                except CompileRefused as error:
-                    self.compilation.stay_eager(str(error))
-                    plan = replace(plan, compile="eager")
+        """Run this plan from now on, or what of it can be."""
+        if (plan.compile, plan.cuda_graphs) != (self.plan.compile, self.plan.cuda_graphs):
+            plan = self.compilation.run(plan)
+            self.owner.clear_gradients()  # preallocated ones stay only with CUDA graphs
         moment.trial.apply(plan.precision, plan.memory_format)
         self._now_runs(moment.update, plan)
 
@@ -168,7 +160,8 @@ class Planner:
         return self.plan.compile != "eager" and not self.compilation.active
 
     def _fall(self, moment: Moment) -> None:
-        self._now_runs(moment.update, replace(self.plan, compile="eager"))
+        self.owner.clear_gradients()
+        self._now_runs(moment.update, self.plan.eager)
         why = self.compilation.facts.reason
         self.beside.learnt = Learnt(why, settled=lasts(why))
         self._remember()
@@ -268,13 +261,14 @@ class Planner:
         """
         if measured and self.open_fields:
             self.state, self.reason = "done", RESUMED
-        plan = replace(self.plan, **{name: getattr(plan, name) for name in self.open_fields})
+        fields = self.open_fields | ({"cuda_graphs"} if "compile" in self.open_fields else set())
+        plan = replace(self.plan, **{name: getattr(plan, name) for name in fields})
         if plan != self.plan:
             self.given = [Switch(update, plan)]
 
     def sum_up(self, speed: SpeedFacts, facts: CompileFacts) -> None:
         """Write the plan, its reasons and every candidate's figures into the report."""
-        plan = replace(self.plan, compile="eager") if self._fell else self.plan
+        plan = self.plan.eager if self._fell else self.plan
         speed.plan, speed.precision, speed.memory_format = plan.name, plan.precision, plan.memory_format
         speed.reason = self.reason or self._unmeasured()
         speed.candidates = [timing.as_dict() for timing in self.timings]

@@ -25,6 +25,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -123,18 +124,20 @@ class Captured:
 
 
 class Worker:
-    """One compile under way in another process. `poll` says how it stands; `stop` ends it.
+    """One compile under way in another process, of every call in each of `ways`: how it is compiled.
+
+    `poll` says how it stands; `stop` ends it.
 
     Raises:
         Exception: whatever pickling raised: the model cannot be handed to another process.
     """
 
     def __init__(
-        self, calls: Sequence[Call], arguments: dict[str, Any], dims: Sequence[int], budget_seconds: float
+        self, calls: Sequence[Call], ways: Sequence[dict[str, Any]], dims: Sequence[int], budget_seconds: float
     ) -> None:
         job = {
             "calls": list(calls),
-            "arguments": arguments,
+            "ways": list(ways),
             "dims": tuple(dims),
             "threads": torch.get_num_threads(),
             "parent": os.getpid(),
@@ -213,11 +216,11 @@ def command() -> list[str]:
 
 
 def run(job: dict[str, Any]) -> None:
-    """In the worker: compile every call of the job, forward and backward."""
+    """In the worker: compile every call of the job in every way, forward and backward."""
     torch.set_num_threads(job["threads"])
-    for call in job["calls"]:
+    for way, call in product(job["ways"], job["calls"]):
         failed: list[str] = []
-        part = InPlace(call.module, **job["arguments"], marker=Marker(job["dims"]), give_up=failed.append)
+        part = InPlace(call.module, **way, marker=Marker(job["dims"]), give_up=failed.append)
         part.install()
         with torch.autocast(call.autocast[0], dtype=call.autocast[1]) if call.autocast else nullcontext():
             output = call.module(*made(call.args), **made(call.kwargs))

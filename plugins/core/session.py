@@ -21,7 +21,7 @@ from plugins.core import checkpoint
 from plugins.core.account import Account
 from plugins.core.batchnorm import Statistics
 from plugins.core.compilation import Compilation
-from plugins.core.compile import CUDA_GRAPH_MODES, InPlace, preallocate_gradients
+from plugins.core.compile import InPlace
 from plugins.core.memory import Peaks
 from plugins.core.planfile import Start
 from plugins.core.planner import Planner
@@ -97,7 +97,6 @@ class Session:
         self.window = Window(size, exact=self.config.normalise == "exact")
         self.window.expected = size or expected
         clip = self.config.clip_norm
-        cuda_graphs = device.type == "cuda" and self.config.compile_mode in CUDA_GRAPH_MODES
         self.update = Update(
             optimizer,
             scaler=scaler,
@@ -106,7 +105,7 @@ class Session:
             groups=groups,
             average=average,
             sync=sync,
-            keep_gradients=cuda_graphs and self.config.compile != "off",
+            keep_gradients=lambda: self.compilation.cuda_graphs,
             order=model.parameters(),
         )
         self.statistics = Statistics(model, self.config.batchnorm)
@@ -122,8 +121,6 @@ class Session:
         )
         self.meter.series.compiled_at = self.compilation.compiled_at
         try:
-            if self.update.keep_gradients:
-                preallocate_gradients(model)
             self.compilation.start()
         except BaseException:
             self.end()
@@ -162,9 +159,10 @@ class Session:
 
     def clear_gradients(self) -> None:
         """Also of a criterion's own parameters, which the optimizer holds beside the model's."""
-        self.model.zero_grad(set_to_none=not self.update.keep_gradients)
+        keep = self.update.keep_gradients()
+        self.model.zero_grad(set_to_none=not keep)
         for parameter in self.update.parameters():
-            if not self.update.keep_gradients:
+            if not keep:
                 parameter.grad = None
             elif parameter.grad is not None:
                 parameter.grad.zero_()

@@ -76,7 +76,7 @@ def time_limit(seconds: float) -> Iterator[None]:
 
     def stop(*_: object) -> None:
         end_new()  # before their parents forget them
-        raise OutOfTime(f"it outlived its budget of {seconds:.0f} s")
+        raise OutOfTime(f"given up: it outlived its budget of {seconds:.0f} s")
 
     previous = signal.signal(signal.SIGALRM, stop)
     signal.setitimer(signal.ITIMER_REAL, seconds, AGAIN_SECONDS)
