@@ -153,12 +153,11 @@ class Adapter:
             saving.resume(Path(resumed), self.tools.plan)
 
     def _zero_as(self, session: Any) -> None:
-        """The host drops gradients after every step; CUDA graphs need those that are there, from when they run on."""
+        """The host drops gradients after every step; while CUDA graphs run they are zeroed in place instead."""
         wrapped = self.trainer.model_wrapped
 
         def zero_grad(set_to_none: bool = True) -> None:
             type(wrapped).zero_grad(wrapped, set_to_none and not session.update.keep_gradients())
-            session.compilation.preallocate()  # a step that was skipped had them dropped
 
         wrapped.zero_grad = zero_grad
 

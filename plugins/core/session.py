@@ -197,6 +197,7 @@ class Session:
         self.meter.arrived(first)
         if first:
             self.statistics.keep()
+            self.compilation.preallocate()  # what a host dropped: after a skipped step, or an error
             if expected is not None and self.window.size is None:
                 self.window.expected = expected
         self.window.count(samples)

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch._dynamo.utils import counters
 
+from examples import gpu_check
 from plugins.core import beside, precompile
 from plugins.core import plan as planning
 from plugins.core.checkpoint import set_random_state
@@ -185,6 +186,19 @@ def test_gradients_are_kept_only_while_they_run(host: Host, tmp_path: Path) -> N
     assert switches(host.open.planner) == [(2, GRAPHS), (4, COMPILED), (6, GRAPHS), (8, Plan())]
 
 
+def test_gradients_that_the_host_drops_are_there_again(host: Host) -> None:
+    """As after a batch that did not fit into memory: one that a CUDA graph allocates would be overwritten."""
+    found: list[bool] = []
+
+    def each(update: int) -> None:
+        if update == 8:
+            host.model.zero_grad(set_to_none=True)
+            host.overwrites = lambda plan: found.append(preallocated(host)) or False
+
+    run(host, each=each, plan="off", compile="on", compile_mode="reduce-overhead")
+    assert found == [True, True]
+
+
 def test_a_fall_of_the_plan_is_remembered(host: Host, tmp_path: Path) -> None:
     def each(update: int) -> None:
         worker = host.open.planner.beside._worker
@@ -245,6 +259,13 @@ def test_a_plan_without_them_reads_as_it_always_did() -> None:
     assert COMPILED.as_dict() == {"precision": "host", "memory_format": "host", "compile": "regional"}
     assert Plan.from_dict(COMPILED.as_dict()) == COMPILED
     assert Plan.from_dict(GRAPHS.as_dict()) == GRAPHS
+
+
+def test_the_check_of_a_gpu_ends_well_without_one(capsys: pytest.CaptureFixture[str]) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("a GPU is here, and a check of minutes")
+    assert gpu_check.main() == 0
+    assert "no CUDA device" in capsys.readouterr().out
 
 
 # -- the real compiler --------------------------------------------------------------------------------------------
