@@ -21,7 +21,7 @@ from plugins.core.compile import CUDA_GRAPH_MODES, first_line
 from plugins.core.contest import TRIAL_FAILED, Contest, Owner
 from plugins.core.plan import Plan, Timing
 from plugins.core.precompile import Captured, Worker
-from plugins.core.trial import Moment, fusable_share
+from plugins.core.trial import Moment, NotFinite, fusable_share
 
 
 @dataclass
@@ -150,7 +150,11 @@ class Beside:
         reasons: list[str] = []
         for challenger in (twin, replace(twin, cuda_graphs=True))[: 1 + self._graphs]:
             contest = Contest(self.owner, compilation, Timing(best), Timing(challenger))
-            contest.run(moment, self._budget)
+            try:
+                contest.run(moment, self._budget)
+            except NotFinite:
+                compilation.undo()
+                raise
             if contest.fault and challenger == twin:
                 self._failed(contest)
                 return None

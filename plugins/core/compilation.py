@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -21,7 +20,7 @@ from plugins.core.plan import Plan
 from plugins.core.report import CompileFacts
 from plugins.core.shapes import Marker
 from plugins.core.toolchain import missing_compiler
-from plugins.core.watch import Watch
+from plugins.core.watch import Watch, show_progress
 
 Takes = Callable[[tuple[Any, ...]], bool]
 GiveUp = Callable[[str], None]
@@ -65,7 +64,7 @@ class Compilation:
         self.spared = 0
         self.compiled_at: list[int] = []
         self._validated: list[compiling.InPlace] = []
-        self.watch = Watch(progress)
+        self.watch = Watch(show_progress)
         facts.budget, facts.mode = config.recompile_budget, config.compile_mode
         self.watch.start()
 
@@ -298,13 +297,3 @@ class Compilation:
     def _blocks(self) -> list[nn.Module]:
         left_out = {id(m) for m in compiling.matching(self.model, self.config.compile_exclude, [])}
         return [block for block in compiling.regions(self.model) if id(block) not in left_out]
-
-
-def progress(seconds: float, graphs: int, done: bool) -> None:
-    """The line that a compile shows while it runs: once a second on a terminal, every ten seconds elsewhere."""
-    text = f"accel: compiling, {seconds:.0f} s, {graphs} graphs built"
-    if sys.stderr.isatty():
-        sys.stderr.write(f"\r{text}{chr(10) if done else ''}")
-        sys.stderr.flush()
-    elif done or round(seconds) % 10 == 0:
-        sys.stderr.write(f"{text}\n")

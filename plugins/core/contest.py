@@ -76,6 +76,7 @@ class Contest:
                 for _ in range(planning.repeats(moment.left)):
                     if well and not faults:
                         compilation.put(held)
+                        self.owner.clear_gradients()  # one that is there costs a step more than none
                         well = self._step(moment, self.holder)
                         compilation.put(self.code)
                         well = well and self._step(moment, self.challenger)
@@ -83,7 +84,6 @@ class Contest:
                 self.late = True
                 faults.append(str(error))
             finally:
-                self.owner.clear_gradients()
                 compilation.put(held)
         self.graphs = compilation.watch.graphs - built
         self.fault = faults[0] if faults else "" if well else TRIAL_FAILED
