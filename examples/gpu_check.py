@@ -2,8 +2,9 @@
 
     python examples/gpu_check.py            # on a machine without CUDA it says so, and ends well
 
-Rows: accumulation through CUDA graphs keeps gradients; a skipped step under the gradient scaler; memory of the first
-step and of the steady ones; how fast blocks compile, cold, beside a run and warm; what plan a run chooses.
+Rows: accumulation through CUDA graphs, from the start and from a plan, keeps gradients; a skipped step under the
+gradient scaler; memory of the first step and of the steady ones; how fast blocks compile, cold, beside a run and warm;
+what plan a run chooses, and whether CUDA graphs were among the candidates.
 """
 
 from __future__ import annotations
@@ -23,8 +24,10 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-from benchmarks.plan import Blocks  # noqa: E402
+from benchmarks.workloads import Blocks  # noqa: E402
 from plugins import AccelConfig  # noqa: E402
+from plugins.core.plan import Plan  # noqa: E402
+from plugins.core.planfile import Switch, write_switches  # noqa: E402
 from plugins.core.session import Session  # noqa: E402
 
 Row = tuple[str, str, str]  # what, measured, wanted
@@ -80,19 +83,32 @@ def batches(count: int, rows: int = 32) -> list[Tensor]:
     return [torch.randn(rows, 256, WIDTH, device=DEVICE, generator=draw) for _ in range(count)]
 
 
-def cuda_graphs_keep_gradients(folder: Path) -> Row:
-    """Four micro-batches through CUDA graphs against eager ones: weights after three updates."""
-    found = []
-    for mode in ("default", "reduce-overhead"):
-        on = mode != "default"
-        loop = Loop(compile="on" if on else "off", compile_mode=mode, compile_scope="whole")
+def cuda_graphs_keep_gradients(folder: Path) -> list[Row]:
+    """Four micro-batches through CUDA graphs against eager ones: weights after four updates.
+
+    Once as the user's own mode, and once as a plan that is switched on after the first update and off after the third.
+    """
+    file = write_switches(folder, Plan(), [Switch(1, Plan(compile="regional", cuda_graphs=True)), Switch(3, Plan())])
+    ways: dict[str, dict[str, Any]] = {
+        "eager": {},
+        "the user's own": {"compile": "on", "compile_mode": "reduce-overhead", "compile_scope": "whole"},
+        "from a plan": {"compile": "auto", "plan": file},
+    }
+    found: dict[str, Tensor] = {}
+    rows = []
+    for name, options in ways.items():
+        torch._dynamo.reset()
+        loop = Loop(**options)
         held = loop.session(folder, size=4)
-        for x in batches(12):
+        for x in batches(16):
             loop.micro_batch(held, x, 1)
-        found.append(torch.cat([p.detach().flatten() for p in loop.model.parameters()]))
+        found[name] = torch.cat([p.detach().flatten() for p in loop.model.parameters()])
+        ran = ", then ".join(switch.plan.name for switch in held.planner.switches) or name
         held.end()
-    off = float((found[0] - found[1]).norm() / found[0].norm())
-    return "CUDA graphs, 4 micro-batches an update: weights off eager", f"{off:.1e}", "<= 1e-4"
+        if name != "eager":
+            off = float((found[name] - found["eager"]).norm() / found["eager"].norm())
+            rows.append((f"CUDA graphs ({ran}), 4 micro-batches: weights off eager", f"{off:.1e}", "<= 1e-4"))
+    return rows
 
 
 def scaler_skips(folder: Path) -> Row:
@@ -180,6 +196,12 @@ def plan(folder: Path, seconds_wanted: float = 80.0) -> list[Row]:
         rows.append((f"{updates} updates, {name}: {held.planner.plan.name}", f"{steps}, {seconds / eager:.2f}", "< 1"))
         rows.append((f"  switched at {at}", f"cold {learnt.cold_seconds:.1f} s, warm {learnt.warm_seconds:.1f} s", ""))
         rows.append(("  compile", learnt.reason, ""))
+        timings = held.planner.timings
+        if timings:
+            figures = [f"{t.plan.name} {t.middle * 1e3:.2f} (spread {t.spread * 1e3:.2f})" for t in timings]
+            rows.append(("  candidates, ms a step", "; ".join(figures), ""))
+            tried = any(t.plan.cuda_graphs for t in timings)
+            rows.append(("  CUDA graphs", "a candidate" if tried else "no candidate", "a candidate"))
     return rows
 
 

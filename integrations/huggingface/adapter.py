@@ -145,13 +145,21 @@ class Adapter:
             takes=self._takes(model),
             uncompilable="torch_compile=True: the host compiles" if args.torch_compile else "",
         )
-        if session.update.keep_gradients:
-            wrapped = trainer.model_wrapped
-            wrapped.zero_grad = lambda set_to_none=True: type(wrapped).zero_grad(wrapped, set_to_none=False)
+        if args.device.type == "cuda" and self.config.compile != "off":
+            self._zero_as(session)
         self._facts()
         resumed = caller_local("_inner_training_loop", "resume_from_checkpoint")
         if resumed:
             saving.resume(Path(resumed), self.tools.plan)
+
+    def _zero_as(self, session: Any) -> None:
+        """The host drops gradients after every step; while CUDA graphs run they are zeroed in place instead."""
+        wrapped = self.trainer.model_wrapped
+
+        def zero_grad(set_to_none: bool = True) -> None:
+            type(wrapped).zero_grad(wrapped, set_to_none and not session.update.keep_gradients())
+
+        wrapped.zero_grad = zero_grad
 
     def _prepare_for_compile(self, model: Any) -> None:
         """A cache of keys and values is of no use in training and changes what a compiler sees."""

@@ -2,17 +2,15 @@
 
 Where the run's own threads take every core, a worker beside it would slow both (threads that wait for each other
 spin: steps of 0.1 s took 0.9 s), so the run waits for it. Where a worker does not fit into memory, the code is compiled
-in the run. Both show a progress line.
+in the run. Both show a progress line, and are given up at the same budget.
 """
 
 from __future__ import annotations
 
-import math
 import os
 import time
-from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -20,21 +18,10 @@ from plugins.core import memory
 from plugins.core import plan as planning
 from plugins.core.compilation import Compilation
 from plugins.core.compile import CUDA_GRAPH_MODES, first_line
+from plugins.core.contest import TRIAL_FAILED, Contest, Owner
 from plugins.core.plan import Plan, Timing
 from plugins.core.precompile import Captured, Worker
-from plugins.core.trial import Moment, NotFinite, fusable_share, time_steps
-
-
-class Owner(Protocol):
-    """What trials need of the session that owns them."""
-
-    def untouched(self) -> AbstractContextManager[None]: ...
-
-    def clear_gradients(self) -> None: ...
-
-    def warn(self, text: str) -> None: ...
-
-    def progress(self, text: str) -> None: ...
+from plugins.core.trial import Moment, NotFinite, fusable_share
 
 
 @dataclass
@@ -83,7 +70,8 @@ class Beside:
         self.timings: list[Timing] = []
         self._worker: Worker | None = None
         self._worked = 0.0  # seconds, of a worker that is done
-        self._waits = False
+        self._budget = 0.0  # seconds
+        self._waits = self._graphs = False
 
     def begin(self, moment: Moment, plan: Plan, step_seconds: float) -> bool:
         """Whether a compile is under way now; `learnt.reason` says why not. `step_seconds`: of a micro-batch."""
@@ -96,22 +84,33 @@ class Beside:
             return self._refuse(why)
         if why := self.compilation.impossible:
             return self._refuse(why)
+        reached: list[bool] = []
+
+        def clear() -> None:
+            reached.extend(p.grad is not None for p in self.compilation.model.parameters() if p.requires_grad)
+            self.owner.clear_gradients()
+
         with self.owner.untouched(), Captured(modules, self.compilation.takes) as captured:
-            learnt.fusable = fusable_share(moment.trial, device, self.owner.clear_gradients)
+            learnt.fusable = fusable_share(moment.trial, device, clear)
         if why := self._too_short(cost, learnt.fusable, moment, step_seconds):
             return self._refuse(why)
         if not captured.calls:
             return self._refuse("the loop does not call what would be compiled", settled=True)
-        if not memory.room_for_worker(device):
-            self.owner.progress(f"compiling in the run (about {cost:.0f} s): a process beside it would not fit")
+        # CUDA graphs need gradients that exist: a zero one where none would be lets weight decay move the parameter.
+        self._graphs = self.compilation.may_use_cuda_graphs and all(reached) and memory.room_for_cuda_graphs(device)
+        if self._graphs and self._too_short(2 * cost, learnt.fusable, moment, step_seconds):
+            self._graphs = False
+        fits = memory.room_for_worker(device)
+        self._waits = not fits or not has_spare_core(device)
+        seconds_left = moment.left * step_seconds
+        budget = self._budget = planning.budget((1 + self._graphs) * cost, learnt.fusable, seconds_left, self._waits)
+        if not fits:
+            self.owner.progress(f"compiling in the run, for at most {budget:.0f} s: a process beside it would not fit")
             return True
-        self._waits = not has_spare_core(device)
-        budget = planning.budget(cost, learnt.fusable, moment.left * step_seconds, self._waits)
+        ways = [self.compilation.arguments(self.scope, graphs) for graphs in (False, True)[: 1 + self._graphs]]
         try:
             with moment.trial.bare():
-                self._worker = Worker(
-                    captured.calls, self.compilation.arguments(self.scope), self.compilation.dims, budget
-                )
+                self._worker = Worker(captured.calls, ways, self.compilation.dims, budget)
         except Exception as error:
             why = f"the model cannot be handed to a compile worker ({first_line(error)})"
             self.owner.warn(f"compile: {why}; the run goes on eagerly")
@@ -141,50 +140,50 @@ class Beside:
     def judge(self, moment: Moment, plan: Plan) -> Plan | None:
         """Time the plan in force and its compiled twin on the batch at hand; the twin, if it wins, is left in force.
 
-        A step of one and a step of the other in turn: the machine's other work then slows both alike.
+        The twin with CUDA graphs then has to win against the better of the two.
 
         Raises:
             NotFinite: this batch judges nothing; `judge` again on another.
         """
-        learnt, ready = self.learnt, True
-        plain, compiled = Timing(plan), Timing(replace(plan, compile=self.scope))
-        with self.owner.untouched():
-            ready = self._step(moment, plain, warm=True)
-            if ready and not math.isfinite(plain.loss):
-                raise NotFinite
-            self.compilation.install(*self.compilation.modules(self.scope))
-            ready = ready and self._step(moment, compiled, warm=True)
-            for _ in range(planning.repeats(moment.left)):
-                with self.compilation.paused():
-                    ready = ready and self._step(moment, plain)
-                ready = ready and self._step(moment, compiled)
-        self.timings = [timing for timing in (plain, compiled) if timing.seconds]
-        if not ready or not self.compilation.active:
-            why = self.compilation.facts.reason if not self.compilation.active else "its trial failed"
-            self.compilation.undo()
-            self._refuse(why, settled=lasts(why))
-            return None
-        warm = max(compiled.first - compiled.middle, 0.0)
-        learnt.cold_seconds, learnt.warm_seconds = (self._worked, warm) if self._worked else (warm, 0.0)
-        learnt.saved_seconds, learnt.settled = max(plain.middle - compiled.middle, 0.0), True
-        figures = f"{compiled.middle:.3g} s a step, eager {plain.middle:.3g} s"
-        if compiled.agrees(plain) and compiled.beats(plain):
-            cost = learnt.cold_seconds + learnt.warm_seconds
-            self.break_even = planning.break_even(cost, plain.middle, compiled.middle, moment.update, moment.size)
+        learnt, compilation, twin = self.learnt, self.compilation, replace(plan, compile=self.scope)
+        best, saved, firsts, warm, built, kept = plan, 0.0, 0.0, 0.0, 0, 0
+        reasons: list[str] = []
+        for challenger in (twin, replace(twin, cuda_graphs=True))[: 1 + self._graphs]:
+            contest = Contest(self.owner, compilation, Timing(best), Timing(challenger))
+            try:
+                contest.run(moment, self._budget)
+            except NotFinite:
+                compilation.undo()
+                raise
+            if contest.fault and challenger == twin:
+                self._failed(contest)
+                return None
+            self.timings += [timing for timing in (contest.holder, contest.challenger) if timing.seconds]
+            reasons.append(contest.verdict)
+            built, firsts = built + contest.graphs, firsts + contest.warm_seconds
+            if contest.wins:
+                compilation.put(contest.code)
+                best, kept, warm = challenger, contest.graphs, contest.warm_seconds
+                saved += contest.holder.middle - contest.challenger.middle
+        compilation.spared = built - kept
+        learnt.cold_seconds, learnt.warm_seconds = (self._worked, warm) if self._worked else (firsts, 0.0)
+        learnt.saved_seconds, learnt.settled = saved, True
+        if best != plan:
+            cost = self._worked + firsts
+            self.break_even = planning.break_even(cost, saved, 0.0, moment.update, moment.size)
             how = "beside the run" if self._worked and not self._waits else "for which the run waited"
-            learnt.reason = f"{figures}; ready after {learnt.cold_seconds:.1f} s {how}"
-            return compiled.plan
-        self.compilation.undo()
-        learnt.reason = f"it does not win: {figures}"
-        if not compiled.agrees(plain):
-            learnt.reason = f"dropped, its loss {compiled.loss:.6g} is not {plain.loss:.6g}"
-            self.owner.warn(f"plan {compiled.plan.name}: {learnt.reason}")
-        return None
+            reasons.append(f"ready after {learnt.cold_seconds:.1f} s {how}")
+        learnt.reason = "; ".join(reasons)
+        return best if best != plan else None
 
-    def _step(self, moment: Moment, timing: Timing, warm: bool = False) -> bool:
-        """One more step of a plan, counted unless it warms up; False where it fails."""
-        clear, warn, repeats = self.owner.clear_gradients, self.owner.warn, 0 if warm else 1
-        return time_steps(moment.trial, timing.plan, self.device, clear, warn, repeats, warm, into=timing) is not None
+    def _failed(self, contest: Contest) -> None:
+        """Nothing of it runs."""
+        self.timings += [contest.holder] if contest.holder.seconds else []
+        if contest.late:
+            self.learnt.given_up_seconds = self._budget
+        self._refuse(contest.fault, settled=not contest.late and lasts(contest.fault))
+        if contest.fault != TRIAL_FAILED:  # which is told already
+            self.owner.warn(f"compile: {contest.fault}; the run goes on eagerly")
 
     def end(self) -> None:
         if self._worker is not None:

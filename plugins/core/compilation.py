@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import NoneType
 from typing import Any
@@ -14,21 +14,35 @@ from torch import nn
 
 from plugins.config import AccelConfig
 from plugins.core import compile as compiling
+from plugins.core import memory
+from plugins.core import plan as planning
+from plugins.core.plan import Plan
 from plugins.core.report import CompileFacts
 from plugins.core.shapes import Marker
 from plugins.core.toolchain import missing_compiler
-from plugins.core.watch import Watch
+from plugins.core.watch import Watch, show_progress
 
 Takes = Callable[[tuple[Any, ...]], bool]
+GiveUp = Callable[[str], None]
 STARTS_EAGER = "compile=auto starts eager"
 OWNED = "the model is compiled already, by its owner"
+
+
+@dataclass
+class Code:
+    """Compiled calls that may stand on a model. Without parts it is eager."""
+
+    parts: list[compiling.InPlace] = field(default_factory=list)
+    scope: str = "eager"
+    mode: str = "default"
 
 
 class Compilation:
     """Installs compiled calls on a model by the settings, and holds them to `recompile_budget`.
 
     Attributes:
-        parts: the compiled modules in force.
+        code: the compiled calls in force, or those that were until they failed.
+        spared: graphs of code that lost its trial: they count towards no budget.
         compiled_at: updates at which graphs appeared, one entry a graph.
     """
 
@@ -46,10 +60,11 @@ class Compilation:
         self.config, self.model, self.device, self.facts, self.warn = config, model, device, facts, warn
         self.dims, self.takes = tuple(dims), takes
         self._impossible = impossible
-        self.parts: list[compiling.InPlace] = []
+        self.code = Code()
+        self.spared = 0
         self.compiled_at: list[int] = []
         self._validated: list[compiling.InPlace] = []
-        self.watch = Watch(progress)
+        self.watch = Watch(show_progress)
         facts.budget, facts.mode = config.recompile_budget, config.compile_mode
         self.watch.start()
 
@@ -73,16 +88,36 @@ class Compilation:
         return missing_compiler(self.device, self.config.compile_backend)
 
     @property
+    def parts(self) -> list[compiling.InPlace]:
+        return self.code.parts
+
+    @property
     def active(self) -> bool:
         return any(part.active for part in self.parts)
 
-    def arguments(self, scope: str) -> dict[str, Any]:
+    @property
+    def cuda_graphs(self) -> bool:
+        """Whether code with CUDA graphs is in force: gradients are then zeroed in place, and never dropped."""
+        wanted = self.active and self.code.mode in compiling.CUDA_GRAPH_MODES
+        return wanted and planning.has_cuda_graphs(self.device, self.config.compile_backend)
+
+    @property
+    def may_use_cuda_graphs(self) -> bool:
+        """Whether a plan may have them here, room for them apart."""
+        return planning.may_use_cuda_graphs(self.device, self.config, self.dims)
+
+    def mode(self, cuda_graphs: bool) -> str:
+        """What the user chose, or a plan."""
+        return "reduce-overhead" if cuda_graphs else self.config.compile_mode
+
+    def arguments(self, scope: str, cuda_graphs: bool = False) -> dict[str, Any]:
         """How a module is compiled; the same in a worker that fills the cache."""
         return {
             "backend": self.config.compile_backend,
-            "mode": self.config.compile_mode,
+            "mode": self.mode(cuda_graphs),
             "dynamic": False if self.config.dynamic == "static" else None,
-            "limit": self.config.recompile_budget,
+            # Blocks share torch's count of graphs with the code that they are tried against.
+            "limit": self.config.recompile_budget * (1 + self.may_use_cuda_graphs),
             "isolate": scope == "whole",
         }
 
@@ -102,33 +137,59 @@ class Compilation:
         elif self.impossible:
             self.stay_eager(self.impossible)
         else:
-            self.install(modules, scope)
+            self.put(self.build(modules, scope))
             self.facts.reason = "compile=on"
 
-    def install(self, modules: list[nn.Module], scope: str) -> list[nn.Module]:
-        compiling.refuse_inside_autocast()
+    def build(
+        self, modules: list[nn.Module], scope: str, cuda_graphs: bool = False, give_up: GiveUp | None = None
+    ) -> Code:
+        """Compiled calls of these modules, to be `put`; `give_up` is told of an error instead of the run."""
         way = "static" if self.config.dynamic == "static" else "strict"
-        if self.device.type == "cuda" and self.config.compile_mode in compiling.CUDA_GRAPH_MODES:
-            compiling.preallocate_gradients(self.model)
-        for module in modules:
-            part = compiling.InPlace(
+        parts = [
+            compiling.InPlace(
                 module,
-                **self.arguments(scope),
+                **self.arguments(scope, cuda_graphs),
                 marker=Marker(self.dims, way),
                 takes=self.takes,
-                give_up=self.stay_eager,
+                give_up=give_up or self.stay_eager,
             )
+            for module in modules
+        ]
+        return Code(parts, scope, self.mode(cuda_graphs))
+
+    def put(self, code: Code) -> None:
+        """This code runs from now on, and no other."""
+        for part in self.parts:
+            part.undo()
+        for part in code.parts:
             part.install()
-            self.parts.append(part)
-        self.facts.decision = scope
-        return modules
+        self.code, self.facts.decision, self.facts.mode = code, code.scope, code.mode
+        self.preallocate()
+
+    def preallocate(self) -> None:
+        """Gradients that CUDA graphs may add to, where such run."""
+        if self.cuda_graphs:
+            compiling.preallocate_gradients(self.model)
+
+    def run(self, plan: Plan) -> Plan:
+        """Put the code of a plan; returns the plan, without its CUDA graphs or its compile where they cannot be."""
+        if plan.cuda_graphs and not (self.may_use_cuda_graphs and memory.room_for_cuda_graphs(self.device)):
+            plan = replace(plan, cuda_graphs=False)
+        self.undo()
+        if plan.compile == "eager":
+            return plan
+        try:
+            if self.impossible:
+                raise compiling.CompileRefused(self.impossible)
+            self.put(self.build(*self.modules(plan.compile), plan.cuda_graphs))
+        except compiling.CompileRefused as error:
+            self.stay_eager(str(error))
+            return plan.eager
+        return plan
 
     def undo(self) -> None:
         """Back to eager."""
-        for part in self.parts:
-            part.undo()
-        self.parts.clear()
-        self.facts.decision = "eager"
+        self.put(Code(mode=self.config.compile_mode))
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -155,7 +216,7 @@ class Compilation:
             return
         graphs = self.watch.graphs
         self.compiled_at.extend([update] * (graphs - len(self.compiled_at)))
-        if graphs > self.config.recompile_budget:
+        if graphs - self.spared > self.config.recompile_budget:
             self.stay_eager(f"{graphs} graphs were built, over recompile_budget={self.config.recompile_budget}")
         elif fell := self.watch.fell_to_eager:
             self.stay_eager(
@@ -236,13 +297,3 @@ class Compilation:
     def _blocks(self) -> list[nn.Module]:
         left_out = {id(m) for m in compiling.matching(self.model, self.config.compile_exclude, [])}
         return [block for block in compiling.regions(self.model) if id(block) not in left_out]
-
-
-def progress(seconds: float, graphs: int, done: bool) -> None:
-    """The line that a compile shows while it runs: once a second on a terminal, every ten seconds elsewhere."""
-    text = f"accel: compiling, {seconds:.0f} s, {graphs} graphs built"
-    if sys.stderr.isatty():
-        sys.stderr.write(f"\r{text}{chr(10) if done else ''}")
-        sys.stderr.flush()
-    elif done or round(seconds) % 10 == 0:
-        sys.stderr.write(f"{text}\n")

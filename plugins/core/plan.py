@@ -1,20 +1,22 @@
 """The speed plan: what there is to choose, and when a measurement is enough to choose it. Pure; measures nothing.
 
-A plan is a precision, a memory layout and a scope of compile. A candidate is worth a trial only while its cost can
-still be won back in what is left of the run, and wins only by more than the spread of the timings.
+A plan is a precision, a memory layout and a scope of compile, with CUDA graphs or without. A candidate is worth a trial
+only while its cost can still be won back in what is left of the run, and wins only by more than the spread of the
+timings.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from statistics import median
 from typing import Any
 
 import torch
 from torch import nn
 
+from plugins.config import AccelConfig
 from plugins.core.precision import bf16_is_fast
 
 TRIAL_SHARE = 0.02  # of the time that is left: what trials may cost in all
@@ -41,16 +43,24 @@ class Plan:
     precision: str = "host"
     memory_format: str = "host"
     compile: str = "eager"
+    cuda_graphs: bool = False
 
     @property
     def name(self) -> str:
         parts = [part for part in (self.precision, self.memory_format) if part != "host"]
         if self.compile != "eager":
             parts.append(f"{self.compile} compile")
+        if self.cuda_graphs:
+            parts.append("CUDA graphs")
         return " + ".join(parts) or "host"
 
-    def as_dict(self) -> dict[str, str]:
-        return asdict(self)
+    @property
+    def eager(self) -> Plan:
+        return replace(self, compile="eager", cuda_graphs=False)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The fields; CUDA graphs only where there are some, so that earlier releases read what has none."""
+        return {name: value for name, value in asdict(self).items() if name != "cuda_graphs" or value}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Plan:
@@ -61,11 +71,15 @@ class Plan:
             "precision": ("host", "fp32", "bf16", "fp16"),
             "memory_format": ("host", "channels_last"),
             "compile": SCOPES,
+            "cuda_graphs": (False, True),
         }
         for name, value in data.items():
             if value not in allowed.get(name, ()):
                 raise ValueError(f"{name}={value}: allowed are {allowed.get(name, tuple(allowed))}")
-        return cls(**data)
+        plan = cls(**data)
+        if plan.cuda_graphs and plan.compile == "eager":
+            raise ValueError("cuda_graphs=True: of compiled code only, and compile=eager")
+        return plan
 
 
 @dataclass
@@ -124,6 +138,20 @@ def layouts(model: nn.Module, device: torch.device, start: Plan, open_fields: fr
     both = [(p, f) for p in precisions for f in formats]
     single = [(start.precision, f) for f in formats] + [(p, start.memory_format) for p in precisions]
     return [Plan(p, f) for p, f in both + single if Plan(p, f) != start]
+
+
+def has_cuda_graphs(device: torch.device, backend: str) -> bool:
+    return device.type == "cuda" and backend == "inductor"
+
+
+def may_use_cuda_graphs(device: torch.device, config: AccelConfig, dims: Sequence[int]) -> bool:
+    """Whether a plan may have CUDA graphs: the user chose no mode, and shapes stay as they are.
+
+    Args:
+        dims: dimensions of the input that vary.
+    """
+    static = not dims or config.dynamic == "static"
+    return config.compile_mode == "default" and static and has_cuda_graphs(device, config.compile_backend)
 
 
 def compile_seconds(modules: Sequence[nn.Module], device: torch.device) -> float:

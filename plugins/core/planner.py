@@ -10,11 +10,9 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from statistics import median_high
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,10 +21,10 @@ from torch import nn
 from plugins.core import plan as planning
 from plugins.core.beside import Beside, Learnt, Owner, lasts
 from plugins.core.compilation import OWNED, STARTS_EAGER, Compilation
-from plugins.core.compile import CompileRefused
+from plugins.core.lessons import Lessons
 from plugins.core.plan import Plan, Timing
 from plugins.core.planfile import Start, Switch, write_switches
-from plugins.core.remember import Memory, fingerprint
+from plugins.core.remember import Memory
 from plugins.core.report import CompileFacts, SpeedFacts
 from plugins.core.trial import Moment, NotFinite, time_steps
 
@@ -56,7 +54,7 @@ class Planner:
         self.owner, self.model, self.device, self.compilation = owner, model, device, compilation
         self.start = self.plan = start.plan
         self.open_fields = start.open_fields
-        self.memory = memory if start.open_fields else None
+        self.lessons = Lessons(memory if start.open_fields else None, model, device, start, compilation)
         self.beside = Beside(owner, device, compilation)
         self.given = [self._allowed(switch) for switch in start.switches]
         self.switches: list[Switch] = []
@@ -68,7 +66,6 @@ class Planner:
         self._layout_known = False
         self._plain: deque[float] = deque(maxlen=16)
         self._steps = self._unfit = 0
-        self._key = ""
         self._recalled_step = 0.0  # seconds
         if compilation.owned:  # a candidate would be compiled anew, by the owner's way, in the run itself
             self.measure_nothing(OWNED)
@@ -97,8 +94,7 @@ class Planner:
             self._fall(moment)
         while self.given and moment.update >= self.given[0].update:
             self._switch(moment, self.given.pop(0).plan)
-        if self.state == "timing" and not self._key:
-            self._key = fingerprint(self.model, self._bounded(moment.shape), self.device, self._settings())
+        if self.state == "timing" and not self.lessons.key:
             self._recall(moment)
         try:
             if self.state == "timing" and len(self._plain) >= PLAIN_STEPS:
@@ -134,7 +130,7 @@ class Planner:
         if switch.plan.compile == "eager" or self.compilation.config.compile != "off":
             return switch
         self.compilation.facts.reason = "compile=off, which a plan file does not overrule"
-        return replace(switch, plan=replace(switch.plan, compile="eager"))
+        return replace(switch, plan=switch.plan.eager)
 
     def measure_nothing(self, why: str) -> None:
         """No trial from now on; switches that were given are made all the same."""
@@ -146,17 +142,10 @@ class Planner:
         self.state = "done"
 
     def _switch(self, moment: Moment, plan: Plan) -> None:
-        """Run this plan from now on; without its compile, where that cannot be."""
-        if plan.compile != self.plan.compile:
-            self.compilation.undo()
-            if plan.compile != "eager":
-                try:
-                    if self.compilation.impossible:
-                        raise CompileRefused(self.compilation.impossible)
-                    self.compilation.install(*self.compilation.modules(plan.compile))
-                except CompileRefused as error:
-                    self.compilation.stay_eager(str(error))
-                    plan = replace(plan, compile="eager")
+        """Run this plan from now on, or what of it can be."""
+        if (plan.compile, plan.cuda_graphs) != (self.plan.compile, self.plan.cuda_graphs):
+            plan = self.compilation.run(plan)
+            self.owner.clear_gradients()  # preallocated ones stay only with CUDA graphs
         moment.trial.apply(plan.precision, plan.memory_format)
         self._now_runs(moment.update, plan)
 
@@ -171,7 +160,8 @@ class Planner:
         return self.plan.compile != "eager" and not self.compilation.active
 
     def _fall(self, moment: Moment) -> None:
-        self._now_runs(moment.update, replace(self.plan, compile="eager"))
+        self.owner.clear_gradients()
+        self._now_runs(moment.update, self.plan.eager)
         why = self.compilation.facts.reason
         self.beside.learnt = Learnt(why, settled=lasts(why))
         self._remember()
@@ -180,70 +170,22 @@ class Planner:
 
     def _recall(self, moment: Moment) -> None:
         """Start with what an earlier run of the same work learnt, as far as it went."""
-        if self.memory is None:
-            return
-        self.memory.writable()  # a folder that is not says so now, not when the run has nothing left to learn
-        found = self.memory.find(self._key, self._offered())
+        found = self.lessons.recall(moment, self._layouts)
         if found is None:
             return
-        plan, learnt, tried, step = found.plan, found.compile, found.tried, found.step_seconds
-        if len(planning.affordable(self._layouts, step, moment.left)) > tried:
-            return  # this run is longer, and can try more
-        if plan.compile != "eager" and not self.memory.has_code(found.code):
-            plan, learnt.settled = replace(plan, compile="eager"), False  # code went away: compile it again, beside
-        elif plan.compile != "eager" and learnt.saved_seconds * moment.left < learnt.warm_seconds:
-            plan = replace(plan, compile="eager")
-            learnt.reason = f"even from a warm cache, {learnt.warm_seconds:.1f} s, compile cannot be won back"
-        elif plan.compile != "eager":
+        learnt, self._tried, self._layout_known = found.compile, found.tried, True
+        self.beside.learnt, self._recalled_step = learnt, found.step_seconds
+        if found.plan.compile != "eager":
             saved = learnt.saved_seconds
             self.beside.break_even = planning.break_even(learnt.warm_seconds, saved, 0.0, moment.update, moment.size)
-        self.beside.learnt, self._tried, self._layout_known, self._recalled_step = learnt, tried, True, step
         self.reason = "remembered from an earlier run"
         if learnt.settled or "compile" not in self.open_fields:
             self.state = "done"
-        self._switch(moment, plan)
+        self._switch(moment, found.plan)
 
     def _remember(self) -> None:
-        """Only what was measured is remembered: a run too short to measure has learnt nothing."""
-        learnt, step = self.beside.learnt, self.step_seconds or self._recalled_step
-        if (
-            self.memory is None
-            or not step
-            or not (self.timings or learnt.settled or learnt.fusable or learnt.given_up_seconds)
-        ):
-            return
-        self.memory.keep(
-            self._key,
-            {
-                "plan": self.plan.as_dict(),
-                "tried": self._tried,
-                "step_seconds": step,
-                "compile": learnt.as_dict(),
-                "code": self.memory.code() if self.plan.compile != "eager" else [],
-                "candidates": [timing.as_dict() for timing in self.timings],
-                "device": self.device.type,
-                "torch": str(torch.__version__),
-                "parameters": sum(p.numel() for p in self.model.parameters()),
-            },
-        )
-
-    def _offered(self) -> set[Plan]:
-        """Every plan that this run could come to by itself, on this device."""
-        offered = {self.start, *self._layouts}
-        if "compile" in self.open_fields:
-            modules, scope = self.compilation.modules()
-            able = [p for p in offered if not planning.cannot_gain(modules, self.device, p.precision)]
-            offered.update(replace(plan, compile=scope) for plan in able)
-        return offered
-
-    def _bounded(self, shape: Iterable[int]) -> tuple[int, ...]:
-        """The shape with 0 for the dimensions that vary from batch to batch."""
-        return tuple(0 if at in self.compilation.dims else n for at, n in enumerate(shape))
-
-    def _settings(self) -> list[Any]:
-        config = self.compilation.config
-        compile_ = [config.compile_scope, config.compile_exclude, *self.compilation.arguments("whole").items()]
-        return [self.start.as_dict(), sorted(self.open_fields), compile_]
+        step = self.step_seconds or self._recalled_step
+        self.lessons.keep(self.plan, self._tried, step, self.beside.learnt, self.timings)
 
     # -- layouts and precisions -----------------------------------------------------------------------------------
 
@@ -319,13 +261,14 @@ class Planner:
         """
         if measured and self.open_fields:
             self.state, self.reason = "done", RESUMED
-        plan = replace(self.plan, **{name: getattr(plan, name) for name in self.open_fields})
+        fields = self.open_fields | ({"cuda_graphs"} if "compile" in self.open_fields else set())
+        plan = replace(self.plan, **{name: getattr(plan, name) for name in fields})
         if plan != self.plan:
             self.given = [Switch(update, plan)]
 
     def sum_up(self, speed: SpeedFacts, facts: CompileFacts) -> None:
         """Write the plan, its reasons and every candidate's figures into the report."""
-        plan = replace(self.plan, compile="eager") if self._fell else self.plan
+        plan = self.plan.eager if self._fell else self.plan
         speed.plan, speed.precision, speed.memory_format = plan.name, plan.precision, plan.memory_format
         speed.reason = self.reason or self._unmeasured()
         speed.candidates = [timing.as_dict() for timing in self.timings]
@@ -346,7 +289,7 @@ class Planner:
         if dist.is_initialized() and dist.get_world_size() > 1:
             return "several ranks measure nothing: they would have to agree on it"
         if self.state == "timing":
-            asked = self._key or not self._steps
+            asked = self.lessons.key or not self._steps
             return "the run ended before anything was measured" if asked else "the loop asked for no trial"
         return "there is no other precision or layout to try"
 

@@ -25,16 +25,20 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import cloudpickle
+import psutil
 import torch
 from torch import Tensor, nn
 
 from plugins.core.compile import InPlace, first_line
 from plugins.core.shapes import Marker
 from plugins.core.toolchain import end_group
+
+PREFIX = "accel-compile-"  # of a worker's folder; the run's process id follows
 
 
 @dataclass(frozen=True)
@@ -120,24 +124,27 @@ class Captured:
 
 
 class Worker:
-    """One compile under way in another process. `poll` says how it stands; `stop` ends it.
+    """One compile under way in another process, of every call in each of `ways`: how it is compiled.
+
+    `poll` says how it stands; `stop` ends it.
 
     Raises:
         Exception: whatever pickling raised: the model cannot be handed to another process.
     """
 
     def __init__(
-        self, calls: Sequence[Call], arguments: dict[str, Any], dims: Sequence[int], budget_seconds: float
+        self, calls: Sequence[Call], ways: Sequence[dict[str, Any]], dims: Sequence[int], budget_seconds: float
     ) -> None:
         job = {
             "calls": list(calls),
-            "arguments": arguments,
+            "ways": list(ways),
             "dims": tuple(dims),
             "threads": torch.get_num_threads(),
             "parent": os.getpid(),
             "seconds": 2 * budget_seconds,
         }
-        self.folder = Path(tempfile.mkdtemp(prefix="accel-compile-"))
+        sweep()
+        self.folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-"))
         self.began, self.budget = time.monotonic(), budget_seconds
         try:
             with (self.folder / "job").open("wb") as file:
@@ -193,17 +200,27 @@ def _stop(owner: int, process: subprocess.Popen[bytes], folder: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def sweep() -> None:
+    """Remove folders of this user's runs that were killed together with their workers."""
+    for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*-*"):
+        owner = path.name.removeprefix(PREFIX).partition("-")[0]
+        with contextlib.suppress(OSError):  # another run sweeps too
+            # A worker that outlived its run ends itself within a second, and needs its folder no more.
+            if path.lstat().st_uid == os.getuid() and owner.isdecimal() and not psutil.pid_exists(int(owner)):
+                shutil.rmtree(path, ignore_errors=True)
+
+
 def command() -> list[str]:
     """How a worker is started; tests put a stand-in here."""
     return [sys.executable, "-m", "plugins.core.precompile"]
 
 
 def run(job: dict[str, Any]) -> None:
-    """In the worker: compile every call of the job, forward and backward."""
+    """In the worker: compile every call of the job in every way, forward and backward."""
     torch.set_num_threads(job["threads"])
-    for call in job["calls"]:
+    for way, call in product(job["ways"], job["calls"]):
         failed: list[str] = []
-        part = InPlace(call.module, **job["arguments"], marker=Marker(job["dims"]), give_up=failed.append)
+        part = InPlace(call.module, **way, marker=Marker(job["dims"]), give_up=failed.append)
         part.install()
         with torch.autocast(call.autocast[0], dtype=call.autocast[1]) if call.autocast else nullcontext():
             output = call.module(*made(call.args), **made(call.kwargs))

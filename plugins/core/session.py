@@ -22,7 +22,7 @@ from plugins.core.account import Account
 from plugins.core.allocator import FreedMemory
 from plugins.core.batchnorm import Statistics
 from plugins.core.compilation import Compilation
-from plugins.core.compile import CUDA_GRAPH_MODES, InPlace, preallocate_gradients
+from plugins.core.compile import InPlace
 from plugins.core.memory import Peaks
 from plugins.core.planfile import Start
 from plugins.core.planner import Planner
@@ -98,7 +98,6 @@ class Session:
         self.window = Window(size, exact=self.config.normalise == "exact")
         self.window.expected = size or expected
         clip = self.config.clip_norm
-        cuda_graphs = device.type == "cuda" and self.config.compile_mode in CUDA_GRAPH_MODES
         self.update = Update(
             optimizer,
             scaler=scaler,
@@ -107,7 +106,7 @@ class Session:
             groups=groups,
             average=average,
             sync=sync,
-            keep_gradients=cuda_graphs and self.config.compile != "off",
+            keep_gradients=lambda: self.compilation.cuda_graphs,
             order=model.parameters(),
         )
         self.statistics = Statistics(model, self.config.batchnorm)
@@ -123,8 +122,6 @@ class Session:
         )
         self.meter.series.compiled_at = self.compilation.compiled_at
         try:
-            if self.update.keep_gradients:
-                preallocate_gradients(model)
             self.compilation.start()
         except BaseException:
             self.end()
@@ -163,9 +160,10 @@ class Session:
 
     def clear_gradients(self) -> None:
         """Also of a criterion's own parameters, which the optimizer holds beside the model's."""
-        self.model.zero_grad(set_to_none=not self.update.keep_gradients)
+        keep = self.update.keep_gradients()
+        self.model.zero_grad(set_to_none=not keep)
         for parameter in self.update.parameters():
-            if not self.update.keep_gradients:
+            if not keep:
                 parameter.grad = None
             elif parameter.grad is not None:
                 parameter.grad.zero_()
@@ -200,6 +198,7 @@ class Session:
         self.meter.arrived(first)
         if first:
             self.statistics.keep()
+            self.compilation.preallocate()  # what a host dropped: after a skipped step, or an error
             if expected is not None and self.window.size is None:
                 self.window.expected = expected
         self.window.count(samples)

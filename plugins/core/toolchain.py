@@ -1,4 +1,4 @@
-"""Whether the compilers that inductor needs are here, and answer: found before the first step, not in it."""
+"""The compilers that inductor needs: whether they are here and answer, and an end to those that hang."""
 
 from __future__ import annotations
 
@@ -7,15 +7,24 @@ import os
 import shlex
 import signal
 import subprocess
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import psutil
 import torch
 from torch._inductor import config as inductor_config
+from torch._inductor.async_compile import shutdown_compile_workers
 
 from plugins.core.compile import first_line
 
 ANSWER_SECONDS = 10.0  # to say a version in
+AGAIN_SECONDS = 5.0  # after a limit that was reached where Python drops exceptions, such as in a finaliser
+
+
+class OutOfTime(BaseException):
+    """What `time_limit` raises. No Exception: the compiler would take that for a failure of its own."""
 
 
 def missing_compiler(device: torch.device, backend: str | Callable[..., Any]) -> str:
@@ -46,6 +55,41 @@ def end_group(process: subprocess.Popen[bytes]) -> None:
             os.killpg(process.pid, signal.SIGKILL)
         process.kill()
         process.wait()
+
+
+@contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """Raise OutOfTime inside after so many seconds, and end the processes that were started inside.
+
+    Without a limit in another thread than the main one, and where another timer is set: there is one a process.
+    """
+    if threading.current_thread() is not threading.main_thread() or any(signal.getitimer(signal.ITIMER_REAL)):
+        yield
+        return
+    own = psutil.Process()
+    before = set(own.children(recursive=True))
+
+    def end_new() -> None:
+        for child in set(own.children(recursive=True)) - before:
+            with contextlib.suppress(psutil.Error):
+                child.kill()
+
+    def stop(*_: object) -> None:
+        end_new()  # before their parents forget them
+        raise OutOfTime(f"given up: it outlived its budget of {seconds:.0f} s")
+
+    previous = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds, AGAIN_SECONDS)
+    try:
+        yield
+    except OutOfTime:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        end_new()  # what the compiler's threads started since
+        shutdown_compile_workers()  # those of torch too: a pool that lost a process would fail the next compile
+        raise
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous or signal.SIG_DFL)
 
 
 def _silent_compiler() -> str:

@@ -7,7 +7,7 @@ A host that steps by itself calls `prepare` before its step and `finish` after i
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -57,7 +57,7 @@ class Update:
         average: moved after every update that happened, never after a skipped one.
         sync: average gradients over ranks here, once an update, where the host's own reduction was held back. Hosts
             multiply the loss by the number of ranks, so that the average is the sum that a big batch has.
-        keep_gradients: zero gradients in place, as CUDA graphs need.
+        keep_gradients: whether to zero gradients in place now, as CUDA graphs need.
         order: the model's parameters; hosts sum the norm in this order, and its last bit depends on it.
     """
 
@@ -70,7 +70,7 @@ class Update:
         groups: Mapping[str, Iterable[nn.Parameter]] | None = None,
         average: Average | None = None,
         sync: bool = False,
-        keep_gradients: bool = False,
+        keep_gradients: Callable[[], bool] = lambda: False,
         order: Iterable[nn.Parameter] = (),
     ) -> None:
         self.optimizer, self.scaler, self.clip_norm, self.nonfinite = optimizer, scaler, clip_norm, nonfinite
@@ -126,7 +126,7 @@ class Update:
         return outcome
 
     def zero(self) -> None:
-        self.optimizer.zero_grad(set_to_none=not self.keep_gradients)
+        self.optimizer.zero_grad(set_to_none=not self.keep_gradients())
 
     @property
     def _scaled(self) -> bool:

@@ -7,6 +7,7 @@ callbacks for a progress line, so that a first compile of minutes does not look 
 from __future__ import annotations
 
 import math
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -168,6 +169,16 @@ class Watch:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+
+
+def show_progress(seconds: float, graphs: int, done: bool) -> None:
+    """The line that a compile shows while it runs: once a second on a terminal, every ten seconds elsewhere."""
+    text = f"accel: compiling, {seconds:.0f} s, {graphs} graphs built"
+    if sys.stderr.isatty():
+        sys.stderr.write(f"\r{text}{chr(10) if done else ''}")
+        sys.stderr.flush()
+    elif done or round(seconds) % 10 == 0:
+        sys.stderr.write(f"{text}\n")
 
 
 def _kind(reason: str) -> str:

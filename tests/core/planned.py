@@ -73,6 +73,7 @@ class Host:
         self.plan = Plan()
         self.wrong: Callable[[Plan], float] = lambda plan: 0.0  # added to the loss
         self.fails: Callable[[Plan], Exception | None] = lambda plan: None
+        self.overwrites: Callable[[Plan], bool] = lambda plan: False  # gradients that are there are lost
         self.losses = 0
         self.said: list[str] = []
         self.cache = f"cache-{next(CACHES)}"  # each its own, unless a test shares one
@@ -86,6 +87,8 @@ class Host:
         self.clock.now += self.costs(plan)
         if error := self.fails(plan):
             raise error
+        if self.overwrites(plan):
+            self.model.zero_grad(set_to_none=False)
         with torch.autocast("cpu", dtype=torch.bfloat16) if plan.precision == "bf16" else nullcontext():
             value: Tensor = self.model(self.x).float().square().mean() + self.wrong(plan)
             return value
@@ -101,7 +104,7 @@ class Host:
 
     def _compiled(self, plan: Plan) -> Plan:
         if any(getattr(m._compiled_call_impl, "active", False) for m in self.model.modules()):
-            return Plan(plan.precision, plan.memory_format, "regional")
+            return Plan(plan.precision, plan.memory_format, "regional", self.open.compilation.cuda_graphs)
         return plan
 
     # -- the loop
@@ -148,11 +151,11 @@ class Host:
 
 
 def by_name(**seconds: float) -> Costs:
-    """Seconds by plan: `host`, `bf16`, `channels_last`, `both`, `compiled`."""
+    """Seconds by plan: `host`, `bf16`, `channels_last`, `both`, `compiled`, `graphs`."""
 
     def cost(plan: Plan) -> float:
         if plan.compile != "eager":
-            return seconds.get("compiled", 1.0)
+            return seconds.get("graphs" if plan.cuda_graphs else "compiled", 1.0)
         names = [n for n in (plan.precision, plan.memory_format) if n not in ("host", "fp32")]
         return seconds.get("both" if len(names) == 2 else names[0] if names else "host", 1.0)
 

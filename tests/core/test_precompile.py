@@ -14,10 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import cloudpickle
+import psutil
 import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
+from torch._inductor import config as inductor_config
 
 from plugins.core import beside, compilation, precompile
 from plugins.core import plan as planning
@@ -26,6 +28,7 @@ from plugins.core.planfile import PLAN_NAME
 from plugins.core.precompile import Call, Captured, Like, Worker, kinds, made
 from plugins.core.remember import INDUCTOR, Memory
 from tests.core.planned import OF, Blocks, Clock, Host, by_name
+from tests.core.test_toolchain import compiler
 from tests.core.tiny import mlp, same, snapshot
 
 COMPILED = Plan(compile="regional")
@@ -97,7 +100,8 @@ def new_host(clock: Clock) -> Host:
 
 
 def fusable(trial: Any, device: torch.device, clear: Any) -> float:
-    trial.loss()
+    trial.loss().backward()
+    clear()
     return 0.5
 
 
@@ -292,6 +296,25 @@ def test_nothing_stays_of_a_worker_whose_run_was_ended(tmp_path: Path, by: signa
     assert not alive(worker)
 
 
+def test_a_worker_sweeps_folders_of_runs_that_are_gone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait(timeout=60)
+    names = [
+        f"accel-compile-{gone.pid}-a",
+        f"accel-compile-{os.getpid()}-b",
+        "accel-compile-c-d",
+        f"other-{gone.pid}-e",
+    ]
+    for name in names:
+        (tmp_path / name / "in").mkdir(parents=True)
+    (tmp_path / f"accel-compile-{gone.pid}-link").symlink_to(tmp_path / names[-1])
+    monkeypatch.setattr(precompile.tempfile, "tempdir", str(tmp_path))
+    stand_in(monkeypatch, READY)
+    Worker([], {}, (), 600.0).stop()
+    assert sorted(p.name for p in tmp_path.iterdir() if not p.is_symlink()) == sorted(names[1:])
+    assert (tmp_path / names[-1] / "in").is_dir()
+
+
 def alive(pid: int) -> bool:
     try:
         os.kill(pid, 0)
@@ -385,6 +408,34 @@ def test_a_worker_that_does_not_fit_into_memory(host: Host, monkeypatch: pytest.
     monkeypatch.setattr(beside.memory, "room_for_worker", lambda device: False)
     monkeypatch.setattr(precompile, "command", lambda: pytest.fail("no worker"))
     assert run(host).plan == COMPILED  # in the run itself
+
+
+@pytest.mark.timeout(300, method="thread")  # its other way takes the one timer that a process has
+@pytest.mark.inductor
+def test_a_hanging_compiler_in_the_run_itself_is_given_up(
+    host: Host, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """And leaves the run, and what the compiler started, as if nothing had been."""
+    monkeypatch.setattr(beside.memory, "room_for_worker", lambda device: False)
+    monkeypatch.setattr(planning, "budget", lambda *_: 20.0)
+    hangs = f"echo $$ >> {tmp_path}/pids; sleep 600; true"
+    slow = compiler(tmp_path, f"case $* in *version*) echo g++ 13.2;; *) {hangs};; esac")
+    before, began = set(psutil.Process().children(recursive=True)), time.monotonic()
+    torch._dynamo.reset()
+    with inductor_config.patch({"cpp.cxx": (None, slow)}):
+        planner = run(host, compile_backend="inductor", cache_dir=tmp_path / "cache")
+    assert time.monotonic() - began < 120
+    assert "given up: it outlived its budget of 20 s" in one_line(host)
+    assert planner.beside.learnt.given_up_seconds == 20.0
+    assert not planner.beside.learnt.settled
+    pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
+    assert pids
+    assert not any(alive(pid) for pid in pids)
+    assert set(psutil.Process().children(recursive=True)) <= before
+    plain = new_host(host.clock)
+    plain.run(10, plan="off", precision="host")
+    assert same(snapshot(host.model), snapshot(plain.model))
+    assert all(m._compiled_call_impl is None for m in host.model.modules())
 
 
 def test_where_no_core_is_free_the_run_waits(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:

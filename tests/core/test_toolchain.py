@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import signal
+import subprocess
+import threading
 import time
 from pathlib import Path
 
@@ -9,7 +12,7 @@ from torch._inductor import config as inductor_config
 from torch._inductor import cpp_builder
 
 from plugins.core import toolchain
-from plugins.core.toolchain import missing_compiler
+from plugins.core.toolchain import OutOfTime, missing_compiler, time_limit
 
 CPU = torch.device("cpu")
 
@@ -53,3 +56,39 @@ def test_what_answers_or_is_not_there_is_torchs_to_judge(
     with inductor_config.patch({"cpp.cxx": name}):
         assert missing_compiler(CPU, "inductor") == ""
     assert asked == [name]
+
+
+@pytest.mark.timeout(120, method="thread")  # its other way takes the one timer that a process has
+def test_a_limit_ends_what_was_started_inside_and_nothing_else(tmp_path: Path) -> None:
+    name = compiler(tmp_path, f"sleep 600 & echo $! > {tmp_path}/pid; wait")
+    other = subprocess.Popen(["sleep", "600"])
+    began = time.monotonic()
+    with pytest.raises(OutOfTime, match="given up: it outlived its budget of 1 s"), time_limit(1.0):
+        subprocess.run([name], check=False)
+    assert time.monotonic() - began < 30
+    assert not Path(f"/proc/{(tmp_path / 'pid').read_text().strip()}/fd/0").exists()
+    assert other.poll() is None
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+    assert signal.getsignal(signal.SIGALRM) is signal.SIG_DFL
+    other.kill()
+    other.wait()
+
+
+@pytest.mark.timeout(120, method="thread")
+def test_no_limit_where_there_can_be_none() -> None:
+    signal.setitimer(signal.ITIMER_REAL, 600.0)
+    with time_limit(0.1):
+        time.sleep(0.3)
+    assert signal.getitimer(signal.ITIMER_REAL)[0] > 500
+    signal.setitimer(signal.ITIMER_REAL, 0)
+
+    def elsewhere() -> None:
+        with time_limit(0.1):
+            time.sleep(0.3)
+        done.append(True)
+
+    done: list[bool] = []
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    thread.join()
+    assert done == [True]

@@ -146,7 +146,7 @@ def test_the_schedule_is_told_the_update_before_its_step() -> None:
 def test_gradients_may_stay_allocated() -> None:
     """CUDA graphs write into the gradients that were there at capture."""
     model = mlp()
-    update = Update(SGD(model.parameters()), keep_gradients=True)
+    update = Update(SGD(model.parameters()), keep_gradients=lambda: True)
     FORMS["mean"][0](model, batches(0, [2])[0]).backward()
     kept = [p.grad for p in model.parameters()]
     update.step(Window(1))

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from transformers import GenerationConfig, Seq2SeqTrainer, Seq2SeqTrainingArguments
 
+from integrations.huggingface.adapter import Adapter
 from plugins.core import planner
 from plugins.hf import AccelCallback
 from tests import reference
@@ -407,3 +409,16 @@ def test_channels_last_from_the_settings(tmp_path):
     right = reference.gradients(model_for("resnet-image"), batch_for("resnet-image", 4), loss)
     assert reference.difference(spy.gradients[0], right) <= 2e-6
     assert first.weight.is_contiguous()
+
+
+def test_gradients_are_zeroed_in_place_only_while_cuda_graphs_run():
+    model, keeps = torch.nn.Linear(2, 2), [False]
+    adapter = Adapter.__new__(Adapter)
+    trainer = SimpleNamespace(model_wrapped=model)
+    adapter._trainer = lambda: trainer
+    adapter._zero_as(SimpleNamespace(update=SimpleNamespace(keep_gradients=lambda: keeps[0])))
+    for keep in (False, True, False):
+        keeps[0] = keep
+        model(torch.ones(1, 2)).sum().backward()
+        model.zero_grad()
+        assert [p.grad is not None and not p.grad.any() for p in model.parameters()] == [keep, keep]
