@@ -419,7 +419,7 @@ def test_a_hanging_compiler_in_the_run_itself_is_given_up(
     monkeypatch.setattr(beside.memory, "room_for_worker", lambda device: False)
     monkeypatch.setattr(planning, "budget", lambda *_: 20.0)
     hangs = f"echo $$ >> {tmp_path}/pids; sleep 600; true"
-    slow = compiler(tmp_path, f"case $* in *version*) echo g++ 13.2;; *) {hangs};; esac")
+    slow = compiler(tmp_path, f"case $* in *--version*) echo g++ 13.2;; *) {hangs};; esac")
     before, began = set(psutil.Process().children(recursive=True)), time.monotonic()
     torch._dynamo.reset()
     with inductor_config.patch({"cpp.cxx": (None, slow)}):
