@@ -10,6 +10,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -24,8 +25,24 @@ Found = dict[str, Any]
 BATCH = 16  # images of 160 px; docstrings
 
 
-class Block(nn.Module):
+class Gated(nn.Module):
     """LayerNorm, Linear and gated pointwise operations, residual. [B, T, D] -> [B, T, D]."""
+
+    def __init__(self, width: int = 128) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(self.norm(x))
+        update, reset = torch.sigmoid(y), nn.functional.hardsigmoid(y)
+        for _ in range(2):
+            value = nn.functional.silu(reset * x + y)
+            x = torch.lerp(x, value, update) + nn.functional.hardswish(value) * reset * (1 - update)
+        return x
+
+
+class Products(nn.Module):
+    """The same with three Linears, whose matrix products are most of a step. [B, T, D] -> [B, T, D]."""
 
     def __init__(self, width: int = 128) -> None:
         super().__init__()
@@ -39,9 +56,9 @@ class Block(nn.Module):
 
 
 class Blocks(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, kind: Callable[[], nn.Module] = Gated) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(6))
+        self.blocks = nn.ModuleList(kind() for _ in range(6))
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -49,12 +66,12 @@ class Blocks(nn.Module):
         return x
 
 
-def blocks(plug: bool, updates: int, folder: Path) -> Found:
+def blocks(plug: bool, updates: int, folder: Path, kind: Callable[[], nn.Module] = Gated) -> Found:
     """Six residual blocks on [32, 256, 128], a hand-written loop."""
     from plugins.loop import Accelerated
 
     torch.manual_seed(0)
-    model = Blocks()
+    model = Blocks(kind)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
     batches = [torch.randn(32, 256, 128) for _ in range(4)]
     began = time.perf_counter()
@@ -175,6 +192,7 @@ def figures(folder: Path) -> Found:
 
 ROWS: dict[str, Callable[[bool, int, Path], Found]] = {
     "blocks": blocks,
+    "products": partial(blocks, kind=Products),
     "ready": ready,
     "yolo": yolo,
     "minilm": minilm,

@@ -1,8 +1,9 @@
 """The compile of one run, beside it: whether it is worth starting, its worker, and the judgement of what it gave.
 
 Where the run's own threads take every core, a worker beside it would slow both (threads that wait for each other
-spin: steps of 0.1 s took 0.9 s), so the run waits for it. Where a worker does not fit into memory, the code is compiled
-in the run. Both show a progress line, and are given up at the same budget.
+spin: steps of 0.1 s took 0.9 s), so the run waits for it. What it would wait for and is short, or does not fit into
+memory twice, is compiled in the run: a worker's start takes as long. All show a progress line, and are given up at
+their budget.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from plugins.core.compile import CUDA_GRAPH_MODES, first_line
 from plugins.core.contest import TRIAL_FAILED, Contest, Owner
 from plugins.core.plan import Plan, Timing
 from plugins.core.precompile import Captured, Worker
+from plugins.core.toolchain import may_limit
 from plugins.core.trial import Moment, NotFinite, fusable_share
 
 
@@ -51,6 +53,7 @@ def has_spare_core(device: torch.device) -> bool:
 
 
 POLL_SECONDS = 0.05
+IN_RUN_SECONDS = 12.0  # of a compile: a worker takes 3 to 4 s more, and is the safer end of one that hangs
 PASSING = ("CppCompileError", "Errno", "MemoryError", "out of memory", "killed", "Killed", "its worker failed without")
 
 
@@ -100,12 +103,13 @@ class Beside:
         self._graphs = self.compilation.may_use_cuda_graphs and all(reached) and memory.room_for_cuda_graphs(device)
         if self._graphs and self._too_short(2 * cost, learnt.fusable, moment, step_seconds):
             self._graphs = False
-        fits = memory.room_for_worker(device)
-        self._waits = not fits or not has_spare_core(device)
+        self._waits = not has_spare_core(device)
+        in_run = (self._waits and cost <= IN_RUN_SECONDS and may_limit()) or not memory.room_for_worker(device)
+        self._waits = self._waits or in_run
         seconds_left = moment.left * step_seconds
         budget = self._budget = planning.budget((1 + self._graphs) * cost, learnt.fusable, seconds_left, self._waits)
-        if not fits:
-            self.owner.progress(f"compiling in the run, for at most {budget:.0f} s: a process beside it would not fit")
+        if in_run:
+            self.owner.progress(f"compiling {self.scope}, in the run, for at most {budget:.0f} s")
             return True
         ways = [self.compilation.arguments(self.scope, graphs) for graphs in (False, True)[: 1 + self._graphs]]
         try:

@@ -57,13 +57,20 @@ def end_group(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
+def may_limit() -> bool:
+    """Whether `time_limit` works here: in the main thread, where no other timer is set, of which a process has one."""
+    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "getitimer"):
+        return False
+    return not any(signal.getitimer(signal.ITIMER_REAL))
+
+
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
     """Raise OutOfTime inside after so many seconds, and end the processes that were started inside.
 
-    Without a limit in another thread than the main one, and where another timer is set: there is one a process.
+    Without a limit where `may_limit` says no.
     """
-    if threading.current_thread() is not threading.main_thread() or any(signal.getitimer(signal.ITIMER_REAL)):
+    if not may_limit():
         yield
         return
     own = psutil.Process()

@@ -438,8 +438,21 @@ def test_a_hanging_compiler_in_the_run_itself_is_given_up(
     assert all(m._compiled_call_impl is None for m in host.model.modules())
 
 
-def test_where_no_core_is_free_the_run_waits(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_no_core_is_free_a_short_compile_is_made_in_the_run(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(beside, "has_spare_core", lambda device: False)
+    monkeypatch.setattr(beside, "may_limit", lambda: True)
+    monkeypatch.setattr(precompile, "command", lambda: pytest.fail("no worker"))
+    planner = run(host, each=lambda update: None)
+    assert [(s.update, s.plan) for s in planner.switches] == [(4, COMPILED)]
+    assert "for which the run waited" in planner.beside.learnt.reason
+
+
+@pytest.mark.parametrize("long", [True, False], ids=["long", "without a limit"])
+def test_where_no_core_is_free_the_run_waits(host: Host, monkeypatch: pytest.MonkeyPatch, long: bool) -> None:
+    monkeypatch.setattr(beside, "has_spare_core", lambda device: False)
+    monkeypatch.setattr(beside, "may_limit", lambda: long)
+    if long:
+        monkeypatch.setattr(beside, "IN_RUN_SECONDS", 0.0)
     stand_in(monkeypatch, "import time; time.sleep(1)")
     planner = run(host, each=lambda update: None)
     assert [(s.update, s.plan) for s in planner.switches] == [(4, COMPILED)]
@@ -448,6 +461,7 @@ def test_where_no_core_is_free_the_run_waits(host: Host, monkeypatch: pytest.Mon
 
 def test_a_hanging_compiler_that_the_run_waits_for_is_given_up(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(beside, "has_spare_core", lambda device: False)
+    monkeypatch.setattr(beside, "IN_RUN_SECONDS", 0.0)
     monkeypatch.setattr(planning, "budget", lambda *_: 0.5)
     stand_in(monkeypatch, HANGS)
     assert run(host, each=lambda update: None).plan == Plan()
