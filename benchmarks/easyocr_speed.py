@@ -5,9 +5,9 @@
 
 The official step is written anew from its description: every crop padded right to 600 px, fp32, Adadelta, clip 5,
 CTC without cuDNN, no buckets. VGG-BiLSTM-CTC, batch 32; the same crops (64 px high, widths lognormal around 150 px)
-from the same files, without loader workers. Speed: one process, the contenders a few steps each in turn, so that a
-drift of the machine's speed meets all alike; all samples over all seconds, reading the files included. Memory: a
-process each, the peak of its resident memory less what it held before its first step.
+from the same files, without loader workers. A process each: what one makes of its memory is its own. Speed: a few
+steps each in turn, while the others wait, so that a drift of the machine's speed meets all alike; all samples over all
+seconds, reading the files included. Memory: the peak of its resident memory less what it held before its first step.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import ExitStack, contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,7 @@ from plugins.core.memory import Peaks  # noqa: E402
 from plugins.easyocr import _config, _Run  # noqa: E402
 
 BATCH, LINES, SEED = 32, 2000, 1111
+WARM_UP = 3  # steps that are not counted
 CHARACTERS = "0123456789abcdefghijklmnopqrstuvwxyz"
 OPTIONS: dict[str, dict[str, Any]] = {
     "plugins, fp32": {"precision": "fp32", "plan": "off"},
@@ -128,18 +130,48 @@ def speed(data: Path, updates: int) -> tuple[dict[str, float], dict[str, float]]
 
     In each round the official loop takes one step and the others three.
     """
-    steps = {name: contender(name, data, updates)[1] for name in CONTENDERS}
     samples, clock, cpu = (dict.fromkeys(CONTENDERS, 0.0) for _ in range(3))
-    for name in CONTENDERS:
-        next(steps[name])  # the first step warms up
-    for _ in range(updates // 3):
+    with ExitStack() as stack:
+        turns = {name: stack.enter_context(in_turn(name, data, updates)) for name in CONTENDERS}
         for name in CONTENDERS:
-            for _ in range(1 if name == "official" else 3):
-                began, used = time.perf_counter(), time.process_time()
-                samples[name] += next(steps[name])
-                clock[name] += time.perf_counter() - began
-                cpu[name] += time.process_time() - used
+            turns[name](WARM_UP)
+        for _ in range(updates // 3):
+            for name in CONTENDERS:
+                found = turns[name](1 if name == "official" else 3)
+                for total, value in zip((samples, clock, cpu), found, strict=True):
+                    total[name] += value
     return tuple({name: samples[name] / spent[name] for name in CONTENDERS} for spent in (clock, cpu))  # type: ignore[return-value]
+
+
+@contextmanager
+def in_turn(name: str, data: Path, updates: int) -> Iterator[Callable[[int], list[float]]]:
+    """A contender in a process of its own, which waits while others run: so many steps -> samples, s, CPU s."""
+    process = subprocess.Popen(
+        child(name, "speed", data, updates), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    asks, answers = process.stdin, process.stdout
+
+    def turn(steps: int) -> list[float]:
+        print(steps, file=asks, flush=True)
+        return list(json.loads(answers.readline()))
+
+    try:
+        yield turn
+    finally:
+        asks.close()
+        process.wait()
+
+
+def answer_turns(name: str, data: Path, updates: int) -> None:
+    """The other side of `in_turn`."""
+    _, steps = contender(name, data, updates + 2 * WARM_UP)
+    for count in sys.stdin:
+        began, used = time.perf_counter(), time.process_time()
+        samples = sum(islice(steps, int(count)))
+        print(json.dumps([samples, time.perf_counter() - began, time.process_time() - used]), flush=True)
+    steps.close()
 
 
 def memory(name: str, data: Path, updates: int) -> float:
@@ -164,20 +196,13 @@ def accuracy(name: str, data: Path, updates: int, weights: str) -> float:
     return score(readings.texts, readings.labels).accuracy
 
 
+def child(name: str, what: str, data: Path, updates: int) -> list[str]:
+    options = ["--child", name, "--what", what, "--data", str(data), "--updates", str(updates)]
+    return [sys.executable, __file__, *options]
+
+
 def in_a_process(name: str, what: str, data: Path, updates: int) -> float:
-    command = [
-        sys.executable,
-        __file__,
-        "--child",
-        name,
-        "--what",
-        what,
-        "--data",
-        str(data),
-        "--updates",
-        str(updates),
-    ]
-    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    done = subprocess.run(child(name, what, data, updates), check=True, stdout=subprocess.PIPE, text=True)
     return float(json.loads(done.stdout.splitlines()[-1]))
 
 
@@ -202,7 +227,9 @@ def main() -> None:
     parser.add_argument("--data", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     what, updates = arguments.what, arguments.updates
-    if arguments.child and what == "memory":
+    if arguments.child and what == "speed":
+        answer_turns(arguments.child, arguments.data, updates)
+    elif arguments.child and what == "memory":
         print(json.dumps(memory(arguments.child, arguments.data, updates)))
     elif arguments.child:
         print(json.dumps(accuracy(arguments.child, arguments.data, updates, stock())))

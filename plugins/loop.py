@@ -13,7 +13,6 @@ bare model and each process its own batches; gradients are reduced once an updat
 
 from __future__ import annotations
 
-import io
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -28,7 +27,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from plugins.config import AccelConfig
-from plugins.core import checkpoint, precision
+from plugins.core import checkpoint, precision, savefile
 from plugins.core.compile import CompileRefused
 from plugins.core.ema import EMA
 from plugins.core.layout import Layout
@@ -39,8 +38,6 @@ from plugins.core.session import Session
 from plugins.core.update import Outcome
 from plugins.errors import AccelError
 
-SCHEMA = 1
-STATE = {"model", "optimizer", "average", "window", "counts", "random", "extra"}  # of a checkpoint, at least
 ENDLESS = 100_000  # micro-batches that a loop without an end is taken to have left: a hanging compile must end too
 
 
@@ -251,17 +248,16 @@ class Accelerated:
         Raises:
             AccelError: something in `extra` that could not be loaded in this way.
         """
-        _check_plain(extra)
+        savefile.check_plain(extra)
         with self.average.unswapped() if self.average is not None else nullcontext():  # also inside `validation`
             self._save(Path(path), extra)
         return Path(path)
 
     def _save(self, path: Path, extra: dict[str, Any]) -> None:
-        state = {"accel": SCHEMA, **self.session.state_dict(), "extra": extra}
+        state = {**self.session.state_dict(), "extra": extra}
         if self.scheduler is not None:
             state["scheduler"] = self.scheduler.state_dict()
-        path.parent.mkdir(parents=True, exist_ok=True)
-        checkpoint.write_atomically(path, lambda file: torch.save(state, file))
+        savefile.write(path, state)
         if str(path) not in self.session.report.checkpoints:
             self.session.report.checkpoints.append(str(path))
 
@@ -271,18 +267,11 @@ class Accelerated:
         Raises:
             AccelError: a missing, damaged or foreign file, or one of another model; nothing is changed then.
         """
-        state = _read(Path(path))
-        own = self.model.state_dict()
-        odd = next((n for n in {**own, **state["model"]} if _shape(own, n) != _shape(state["model"], n)), None)
-        if odd is not None:
-            raise AccelError(
-                f"{path}: of another model: {odd} is {_shape(state['model'], odd)} there, {_shape(own, odd)} here"
-            )
+        state = savefile.read(Path(path))
+        savefile.refuse_other(Path(path), state, self.model, self.optimizer)
         if bool(state["average"]) != (self.average is not None):
             there = "with" if state["average"] else "without"
             raise AccelError(f"ema={self.config.ema}: {path} was saved {there} an EMA; resume with the same setting")
-        if why := _other_optimizer(state["optimizer"], self.optimizer):
-            raise AccelError(f"{path}: saved with another optimizer than {type(self.optimizer).__name__}: {why}")
         self.session.load_state_dict(state)
         if self.scheduler is not None and "scheduler" in state:
             self.scheduler.load_state_dict(state["scheduler"])
@@ -343,44 +332,3 @@ class Accelerated:
         report.versions = versions()
         report.config = self.config.dump()
         report.ema.decay = self.average.decay if self.average is not None else None
-
-
-def _shape(state: dict[str, Any], name: str) -> Any:
-    return list(state[name].shape) if name in state else "missing"
-
-
-def _other_optimizer(state: dict[str, Any], optimizer: torch.optim.Optimizer) -> str:
-    """Why the state is not one of this optimizer, or empty."""
-    here, there = optimizer.state_dict()["param_groups"], state["param_groups"]
-    sizes = [[len(group["params"]) for group in groups] for groups in (here, there)]
-    if sizes[0] != sizes[1]:
-        return f"groups of {sizes[1]} parameters there, of {sizes[0]} here"
-    missing = sorted({name for a, b in zip(here, there, strict=True) for name in a.keys() - b.keys()} - {"initial_lr"})
-    return f"it has no {', '.join(missing)}" if missing else ""
-
-
-def _check_plain(extra: dict[str, Any]) -> None:
-    for name, value in extra.items():
-        held = io.BytesIO()
-        try:
-            torch.save(value, held)
-            held.seek(0)
-            torch.load(held, weights_only=True)
-        except Exception:
-            kind = type(value).__name__
-            raise AccelError(
-                f"save: {name} holds {kind}; allowed are numbers, text, tensors, lists and dicts"
-            ) from None
-
-
-def _read(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        raise AccelError(f"{path}: no such file; expected a checkpoint that `save` wrote")
-    try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:
-        why = type(error).__name__  # torch's own text is several lines of advice
-        raise AccelError(f"{path}: not readable as a checkpoint ({why})") from None
-    if not isinstance(state, dict) or state.get("accel") != SCHEMA or not state.keys() >= STATE:
-        raise AccelError(f"{path}: not a checkpoint of schema {SCHEMA} that `save` wrote")
-    return state
