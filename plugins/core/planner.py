@@ -8,8 +8,8 @@ happens in a worker beside the run, which changes over when the code is ready, i
 
 from __future__ import annotations
 
-import math
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import median_high
@@ -26,7 +26,7 @@ from plugins.core.plan import Plan, Timing
 from plugins.core.planfile import Start, Switch, write_switches
 from plugins.core.remember import Memory
 from plugins.core.report import CompileFacts, SpeedFacts
-from plugins.core.trial import Moment, NotFinite, time_steps
+from plugins.core.trial import Moment, NotFinite, time_in_turn
 
 PLAIN_STEPS = 3  # of the run's own, after the first, before anything is tried
 RESUMED = "the plan of the run that is resumed"
@@ -200,37 +200,30 @@ class Planner:
         names = ", ".join(candidate.name for candidate in tried)
         self.owner.progress(f"trying {len(tried)} of {len(wanted)} plans on this batch: {names}")
         self._tried = len(tried)
+        clear, warn = self.owner.clear_gradients, self.owner.warn
         with self.owner.untouched():
-            plain = best = self._time(moment, self.plan, warm=False)
-            if plain is not None and not math.isfinite(plain.loss):
-                self.timings.clear()
-                raise NotFinite
-            for candidate in tried:
-                if plain is None or best is None:
-                    break
-                timing = self._time(moment, candidate, hopeless=planning.HOPELESS * plain.middle)
-                if timing is None:
-                    continue
-                if not timing.agrees(plain):
-                    self.owner.warn(
-                        f"plan {candidate.name}: dropped, its loss {timing.loss:.6g} is not {plain.loss:.6g}"
-                    )
-                elif timing.beats(plain) and timing.middle < best.middle:
-                    best = timing
-            moment.trial.apply(self.plan.precision, self.plan.memory_format)
-        if plain is None or best is None or best is plain:
+            try:
+                timings = time_in_turn(moment.trial, [self.plan, *tried], self.device, clear, warn)
+            finally:
+                moment.trial.apply(self.plan.precision, self.plan.memory_format)
+        self.timings = timings
+        if timings:
+            self._choose(moment, timings[0], timings[1:])
+
+    def _choose(self, moment: Moment, plain: Timing, timings: Sequence[Timing]) -> None:
+        """The fastest of those that win by more than the spread."""
+        best = plain
+        for timing in timings:
+            if not timing.agrees(plain):
+                self.owner.warn(f"plan {timing.plan.name}: dropped, its loss {timing.loss:.6g} is not {plain.loss:.6g}")
+            elif timing.beats(plain) and timing.middle < best.middle:
+                best = timing
+        if best is plain:
             self.reason = "no plan won by more than the spread of the timings"
             return
         self.reason = f"{best.plan.name}: {best.middle:.3g} s a step against {plain.middle:.3g} s"
         self._switch(moment, best.plan)
         self._plain = deque([s * best.middle / plain.middle for s in self._plain], maxlen=16)
-
-    def _time(self, moment: Moment, plan: Plan, warm: bool = True, hopeless: float = math.inf) -> Timing | None:
-        clear, warn = self.owner.clear_gradients, self.owner.warn
-        timing = time_steps(moment.trial, plan, self.device, clear, warn, warm=warm, hopeless=hopeless)
-        if timing is not None:
-            self.timings.append(timing)
-        return timing
 
     # -- compile --------------------------------------------------------------------------------------------------
 

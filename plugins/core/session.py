@@ -156,6 +156,7 @@ class Session:
         finally:
             self._trying = False
             self.clear_gradients()
+            torch.clear_autocast_cache()
             checkpoint.set_random_state(state)
 
     def clear_gradients(self) -> None:

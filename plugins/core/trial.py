@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -95,6 +95,8 @@ def time_steps(
     try:
         trial.apply(plan.precision, plan.memory_format)
         for index in range(repeats + warm):
+            # Inside a host's autocast, weights that the step before cast would be found again, in its layout.
+            torch.clear_autocast_cache()
             began = time.perf_counter()
             loss = trial.loss()
             loss.sum().backward()
@@ -119,6 +121,37 @@ def time_steps(
             torch.cuda.empty_cache()
         return None
     return timing
+
+
+def time_in_turn(
+    trial: Trial,
+    plans: Sequence[Plan],
+    device: torch.device,
+    clear: Callable[[], None],
+    warn: Callable[[str], None],
+) -> list[Timing]:
+    """Timings of plans on the batch at hand, the first of which is in force. Those that fail or are hopeless are left
+    out; without the first there are none.
+
+    In rounds, there and back again: what slows the machine for a while, such as loader workers that fill their queue
+    as a run begins, slows all of them alike.
+
+    Raises:
+        NotFinite: the first plan's loss is not finite.
+    """
+    first = time_steps(trial, plans[0], device, clear, warn, 1, warm=False)
+    if first is None:
+        return []
+    if not math.isfinite(first.loss):
+        raise NotFinite
+    found: list[Timing | None] = [first]
+    for plan in plans[1:]:
+        found.append(time_steps(trial, plan, device, clear, warn, 1, hopeless=planning.HOPELESS * first.middle))
+    for _ in range(planning.REPEATS - 1):
+        found.reverse()
+        found = [t and time_steps(trial, t.plan, device, clear, warn, 1, warm=False, into=t) for t in found]
+    timings = sorted((t for t in found if t is not None), key=lambda t: plans.index(t.plan))
+    return timings if timings and timings[0].plan == plans[0] else []
 
 
 class OperatorTimes(TorchDispatchMode):

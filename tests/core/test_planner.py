@@ -65,7 +65,7 @@ def test_the_fastest_plan_runs(clock: Clock, tmp_path: Path, seconds: dict[str, 
 
 
 def test_a_candidate_within_the_spread_does_not_win(clock: Clock) -> None:
-    swing = cycle([1.0, 1.1])
+    swing = cycle([1.1, 1.0, 1.1])
     host = Host(clock, lambda plan: next(swing) * (0.99 if plan != Plan() else 1.0))
     planner = host.run(UPDATES).planner
     assert planner.plan == Plan()

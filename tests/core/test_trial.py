@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 from plugins.core.plan import Plan
-from plugins.core.trial import OperatorTimes, fusable_share, time_steps
+from plugins.core.trial import OperatorTimes, fusable_share, time_in_turn, time_steps
 from tests.core.planned import Clock, Host, by_name
 from tests.core.tiny import CPU
 
@@ -90,3 +92,47 @@ def test_the_fusable_share_leaves_out_matrix_products(monkeypatch: pytest.Monkey
     share = fusable_share(Trial(), CPU, lambda: None)  # type: ignore[arg-type]
     assert 0.0 < share < 1.0
     assert (share < 0.8) is matrix
+
+
+class InAutocast:
+    """A trial inside a host's autocast, whose cache of cast weights outlives a step."""
+
+    def __init__(self) -> None:
+        self.conv = nn.Conv2d(4, 8, 3)
+        self.layouts: list[tuple[str, bool]] = []
+        self.layout = "host"
+
+    def apply(self, precision: str, memory_format: str) -> None:
+        self.layout = memory_format
+        last = memory_format == "channels_last"
+        self.conv.to(memory_format=torch.channels_last if last else torch.contiguous_format)
+
+    def loss(self) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            found = self.conv(torch.ones(2, 4, 8, 8))
+        self.layouts.append((self.layout, found.is_contiguous(memory_format=torch.channels_last)))
+        return found.float().mean()
+
+    def bare(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
+def test_a_step_does_not_find_the_weights_that_the_one_before_cast() -> None:
+    """In another plan's layout they would make it that plan."""
+    trial = InAutocast()
+    plans = [Plan("bf16"), Plan("bf16", "channels_last"), Plan("bf16")]
+    with torch.autocast("cpu", enabled=False):
+        for plan in plans:
+            time_steps(trial, plan, CPU, lambda: None, pytest.fail, repeats=1)
+    assert trial.layouts == [("host", False)] * 2 + [("channels_last", True)] * 2 + [("host", False)] * 2
+
+
+def test_plans_are_timed_there_and_back_again() -> None:
+    """What slows the first half slows them alike."""
+    trial = InAutocast()
+    found = time_in_turn(trial, [Plan(), Plan("bf16", "channels_last"), Plan("bf16")], CPU, lambda: None, pytest.fail)
+    assert [timing.plan.name for timing in found] == ["host", "bf16 + channels_last", "bf16"]
+    assert [len(timing.seconds) for timing in found] == [2, 2, 2]
+    steps = [layout for layout, _ in trial.layouts]
+    last = "channels_last"
+    assert steps == ["host", last, last, "host", "host", "host", last, "host"]
