@@ -50,7 +50,7 @@ class Adapter:
         self.config = tools.config
         self.entry, self.run = Held(trainer), Held(trainer)
         self.starting = Starting(trainer, self.config, tools.seed, self._say, self.end)
-        self.on_model: list[Held] = []  # the second one, where there is one, on its config
+        self.on_model: list[Held] = []  # others on its config and its wrapper
         self.losses = Losses(trainer, self.config.normalise == "exact", self._approximate)
         self.loaders = Loaders(trainer, self.config.buckets, self.config.recompile_budget, self._say)
         self.windows: Any = None
@@ -154,12 +154,12 @@ class Adapter:
 
     def _zero_as(self, session: Any) -> None:
         """The host drops gradients after every step; while CUDA graphs run they are zeroed in place instead."""
-        wrapped = self.trainer.model_wrapped
 
-        def zero_grad(set_to_none: bool = True) -> None:
-            type(wrapped).zero_grad(wrapped, set_to_none and not session.update.keep_gradients())
+        def zero_grad(original: Callable[..., Any], set_to_none: bool = True) -> None:
+            original(set_to_none and not session.update.keep_gradients())
 
-        wrapped.zero_grad = zero_grad
+        self.on_model.append(Held(self.trainer.model_wrapped))
+        self.on_model[-1].method("zero_grad", zero_grad)
 
     def _prepare_for_compile(self, model: Any) -> None:
         """A cache of keys and values is of no use in training and changes what a compiler sees."""

@@ -415,10 +415,13 @@ def test_gradients_are_zeroed_in_place_only_while_cuda_graphs_run():
     model, keeps = torch.nn.Linear(2, 2), [False]
     adapter = Adapter.__new__(Adapter)
     trainer = SimpleNamespace(model_wrapped=model)
-    adapter._trainer = lambda: trainer
+    adapter._trainer, adapter.on_model = lambda: trainer, []
     adapter._zero_as(SimpleNamespace(update=SimpleNamespace(keep_gradients=lambda: keeps[0])))
     for keep in (False, True, False):
         keeps[0] = keep
         model(torch.ones(1, 2)).sum().backward()
         model.zero_grad()
         assert [p.grad is not None and not p.grad.any() for p in model.parameters()] == [keep, keep]
+    for held in adapter.on_model:
+        held.undo()
+    assert "zero_grad" not in vars(model)
