@@ -201,7 +201,6 @@ class Adapter:
         self.starting.arguments.undo()
         if session is None:
             return
-        vars(trainer.model_wrapped).pop("zero_grad", None)
         folder = Path(trainer.args.output_dir) if report and trainer.args.should_save else None
         session.end(folder)
         self.layout.undo()
