@@ -13,6 +13,7 @@ bare model and each process its own batches; gradients are reduced once an updat
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -236,7 +237,8 @@ class Accelerated:
     def weights(self) -> dict[str, Tensor]:
         """What to ship: the averaged weights where there is an EMA, else the live ones; the model's own names."""
         with self.average.swapped() if self.average is not None else nullcontext():
-            return {name: value.detach().clone() for name, value in self.model.state_dict().items()}
+            found = self.model.state_dict()
+            return {n: v.detach().clone() if isinstance(v, Tensor) else copy.deepcopy(v) for n, v in found.items()}
 
     # -- save and resume -----------------------------------------------------------------------------------------
 
@@ -254,7 +256,7 @@ class Accelerated:
         return Path(path)
 
     def _save(self, path: Path, extra: dict[str, Any]) -> None:
-        state = {**self.session.state_dict(), "extra": extra}
+        state = {**self.session.state_dict(), "kinds": savefile.kinds(self.optimizer, self.scheduler), "extra": extra}
         if self.scheduler is not None:
             state["scheduler"] = self.scheduler.state_dict()
         savefile.write(path, state)
@@ -268,7 +270,7 @@ class Accelerated:
             AccelError: a missing, damaged or foreign file, or one of another model; nothing is changed then.
         """
         state = savefile.read(Path(path))
-        savefile.refuse_other(Path(path), state, self.model, self.optimizer)
+        savefile.refuse_other(Path(path), state, self.model, self.optimizer, self.scheduler)
         if bool(state["average"]) != (self.average is not None):
             there = "with" if state["average"] else "without"
             raise AccelError(f"ema={self.config.ema}: {path} was saved {there} an EMA; resume with the same setting")

@@ -88,7 +88,7 @@ class Loop:
         return self.accel.session.planner
 
     def state(self):
-        return self.accel.session.state_dict() | {"plan": None, "config": None}
+        return self.accel.session.state_dict() | {"plan": None, "config": None, "switches": None}
 
 
 @pytest.mark.parametrize(
@@ -267,3 +267,38 @@ def test_the_report_names_the_plan(clock, tmp_path):
     speed = json.loads(Path(tmp_path / "accel_report.json").read_text())["speed"]
     assert speed["plan"] == BOTH.name
     assert [c["plan"] for c in speed["candidates"]] == ["host", "bf16 + channels_last", "channels_last", "bf16"]
+
+
+def test_the_plan_file_of_a_resumed_run_holds_what_was_switched_before(clock, tmp_path):
+    first = Loop(clock).run()
+    first.accel.save(tmp_path / "half.pt")
+    second = Loop(clock)
+    second.accel.resume(tmp_path / "half.pt")
+    second.run(1)
+    assert second.planner.switches == first.planner.switches == [Switch(4, BOTH)]
+
+
+def test_a_resumed_run_that_has_not_measured_learns_under_its_own_shape(clock, tmp_path):
+    early = Loop(clock)
+    for batch in list(early.loader)[:2]:
+        early.step(*batch)
+    early.accel.save(tmp_path / "early.pt")
+    learnt = Loop(clock).run()
+    again = Loop(clock)
+    again.accel.resume(tmp_path / "early.pt")
+    again.run(1)
+    assert again.planner.lessons.key == learnt.planner.lessons.key
+    assert again.planner.reason == "remembered from an earlier run"
+
+
+def test_a_loss_that_cannot_be_watched_is_not_compiled(clock, monkeypatch):
+    """It is run eagerly under the profiler of its operators once; the run's own steps are well."""
+
+    def fails(*_):
+        raise RuntimeError("not under a dispatch mode")
+
+    monkeypatch.setattr(beside, "fusable_share", fails)
+    monkeypatch.setattr(planning, "bf16_is_fast", lambda device: False)
+    loop = Loop(clock, compile="auto", compile_backend="aot_eager", model=Blocks, shape=(6,), precision="host").run()
+    assert loop.planner.plan == Plan()
+    assert loop.planner.state == "done"

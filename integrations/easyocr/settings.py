@@ -213,14 +213,16 @@ def _load(path: Path) -> dict[str, Any]:
         raise EasyOCRError(f"config={path}: no such file; expected the official trainer's yaml")
     try:
         text = path.read_text(encoding="utf-8-sig")
-        values = yaml.safe_load(text)
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise EasyOCRError(f"config={path}: not readable as YAML: {error}") from None
+        values, written = yaml.safe_load(text), yaml.load(text, Loader=yaml.BaseLoader)
+    except OSError as error:
+        raise EasyOCRError(f"config={path}: {error.strerror}") from None
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: not UTF-8, a date that is none, an endless number
+        why = " ".join(str(error).split())
+        raise EasyOCRError(f"config={path}: not readable as YAML: {why[:300]}") from None
     if not isinstance(values, dict):
         raise EasyOCRError(f"config={path}: holds {type(values).__name__}, expected a mapping of key: value")
     # Characters are taken as written: YAML would read `number: 01234567` as an octal number.
-    written = yaml.load(text, Loader=yaml.BaseLoader)
-    as_text = {key: written[key] for key in ("number", "symbol", "lang_char", "saved_characters") if key in values}
+    as_text = {key: written[key] for key in ("number", "symbol", "lang_char", "saved_characters") if key in written}
     return {str(key): value for key, value in {**values, **as_text}.items()}
 
 

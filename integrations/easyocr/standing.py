@@ -67,6 +67,10 @@ class Standing:
     history: list[Row] = field(default_factory=list)
     best: dict[str, Score] = field(default_factory=dict)
     exported: Exported | None = None
+    steps: dict[str, Any] = field(default_factory=dict)  # settings of the optimizer and its schedule, in force
+
+    def __post_init__(self) -> None:
+        self.steps = self._wanted_steps()
 
     @property
     def files(self) -> Exported:
@@ -143,18 +147,17 @@ class Standing:
             "stale": self.stale,
             "unreadable": list(self.unreadable),
             "characters": self.prepared.characters,
-            "steps": self._steps(),
+            "steps": self.steps,
             "best": {name: asdict(found) for name, found in self.best.items()},
             "history": [asdict(row) for row in self.history],
         }
 
-    def _steps(self) -> dict[str, Any]:
-        """Settings of the optimizer and its schedule."""
+    def _wanted_steps(self) -> dict[str, Any]:
         return {name: getattr(self.prepared.settings, name) for name in STEPS}
 
     def other_steps(self, state: Mapping[str, Any]) -> str:
         """Those of `state` that are not this run's, as `lr=0.1, ...`."""
-        own = self._steps()
+        own = self._wanted_steps()
         return ", ".join(f"{k}={v}" for k, v in state.get("steps", own).items() if v != own.get(k))
 
     def load(self, state: Mapping[str, Any], own: bool) -> None:
@@ -162,6 +165,7 @@ class Standing:
         not there, or another run's, the next validation decides anew what is best."""
         for name in ("position", "infeasible", "stale", "unreadable"):
             setattr(self, name, state[name])
+        self.steps = dict(state.get("steps", self.steps))
         self.best = {name: Score(**found) for name, found in state["best"].items()}
         self.history[:] = [Row(**row) for row in state["history"]]
         self.exported = self.files if own and all(file.is_file() for file in self.files.files) else None

@@ -11,6 +11,7 @@ import ctypes
 import platform
 import resource
 import time
+import weakref
 from collections.abc import Callable
 from functools import cache
 
@@ -38,6 +39,7 @@ class FreedMemory:
         self.kept = ""
         self._left = UPDATES if device.type == "cpu" and _glibc() is not None else 0
         self._began: tuple[int, float] | None = None
+        self._let_go: Callable[[], object] = lambda: None
 
     def update_done(self, peak_gib: float) -> None:
         """`peak_gib`: the process's; pieces that are kept and do not fit again may come to as much."""
@@ -54,14 +56,25 @@ class FreedMemory:
         share = faults * FAULT_SECONDS / seconds
         if share > WORTH and free_gib(torch.device("cpu")) > peak_gib and _set(KEEP):
             self.kept = f"freed memory is kept: {faults // UPDATES:,} page faults were about {share:.0%} of an update"
+            _holders.add(id(self))
+            self._let_go = weakref.finalize(self, _let_go, id(self))  # also of a run that nobody ends
 
     def release(self) -> None:
         """Give back what is free, and from now on what is freed."""
         self._left = 0
-        libc = _glibc()
-        if self.kept and libc is not None:
-            _set(RELEASE)
-            libc.malloc_trim(0)
+        self._let_go()
+
+
+_holders: set[int] = set()  # runs for which this process keeps its memory
+
+
+def _let_go(holder: int) -> None:
+    """The last one gives back what is free."""
+    _holders.discard(holder)
+    libc = _glibc()
+    if not _holders and libc is not None:
+        _set(RELEASE)
+        libc.malloc_trim(0)
 
 
 @cache

@@ -24,6 +24,7 @@ from plugins.core.plan import Plan, Timing
 from plugins.core.precompile import Captured, Worker
 from plugins.core.toolchain import may_limit
 from plugins.core.trial import Moment, NotFinite, fusable_share
+from plugins.errors import AccelError
 
 
 @dataclass
@@ -93,8 +94,14 @@ class Beside:
             reached.extend(p.grad is not None for p in self.compilation.model.parameters() if p.requires_grad)
             self.owner.clear_gradients()
 
-        with self.owner.untouched(), Captured(modules, self.compilation.takes) as captured:
-            learnt.fusable = fusable_share(moment.trial, device, clear)
+        try:
+            with self.owner.untouched(), Captured(modules, self.compilation.takes) as captured:
+                learnt.fusable = fusable_share(moment.trial, device, clear)
+        except AccelError:
+            raise
+        except Exception as error:  # what fails without being watched comes again in the run's step, as its own error
+            self.owner.warn(f"compile: its trial failed ({first_line(error)}); the run goes on eagerly")
+            return self._refuse(TRIAL_FAILED)
         if why := self._too_short(cost, learnt.fusable, moment, step_seconds):
             return self._refuse(why)
         if not captured.calls:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -31,6 +31,13 @@ class Switch:
 
     update: int
     plan: Plan
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"update": self.update, "plan": self.plan.as_dict()}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Switch:
+        return cls(int(data["update"]), Plan.from_dict(data["plan"]))
 
 
 class _GivenSwitch(Record):
@@ -98,7 +105,7 @@ def write_switches(folder: Path, start: Plan, switches: Sequence[Switch]) -> Pat
     data = {
         "schema": 1,
         "start": start.as_dict(),
-        "switches": [{"update": s.update, "plan": s.plan.as_dict()} for s in switches],
+        "switches": [switch.as_dict() for switch in switches],
     }
     text = json.dumps(data, indent=2)
     write_atomically(folder / PLAN_NAME, lambda file: file.write(text.encode()))

@@ -94,7 +94,7 @@ class Planner:
             self._fall(moment)
         while self.given and moment.update >= self.given[0].update:
             self._switch(moment, self.given.pop(0).plan)
-        if self.state == "timing" and not self.lessons.key:
+        if self.state == "timing" and not self.lessons.key and moment.shape:  # a loop that resumes has no batch yet
             self._recall(moment)
         try:
             if self.state == "timing" and len(self._plain) >= PLAIN_STEPS:
@@ -150,8 +150,9 @@ class Planner:
         self._now_runs(moment.update, plan)
 
     def _now_runs(self, update: int, plan: Plan) -> None:
-        if plan != self.plan:
-            self.plan = plan
+        changes = plan != self.plan
+        self.plan = plan
+        if changes and not (self.switches and self.switches[-1].plan == plan):  # what a resumed run goes on with
             self.switches.append(Switch(update, plan))
 
     @property
@@ -246,14 +247,17 @@ class Planner:
 
     # -- a run's end and its going on -----------------------------------------------------------------------------
 
-    def resume(self, plan: Plan, update: int, measured: bool = True) -> None:
-        """A resumed run goes on under the plan that was in force, at its next window.
+    def resume(self, plan: Plan, update: int, measured: bool = True, switches: Sequence[Switch] = ()) -> None:
+        """A resumed run goes on under the plan that was in force, at its next window. `switches` were made before.
 
         Nothing is tried again; a run that was saved before it had `measured` does so now. What the settings fix, they
         fix here too; a plan file fixes everything.
         """
         if measured and self.open_fields:
             self.state, self.reason = "done", RESUMED
+        self.switches[:] = switches
+        if due := [switch.plan for switch in self.given if switch.update <= update]:
+            self.given[: len(due)] = [Switch(update, due[-1])]
         fields = self.open_fields | ({"cuda_graphs"} if "compile" in self.open_fields else set())
         plan = replace(self.plan, **{name: getattr(plan, name) for name in fields})
         if plan != self.plan:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import Field, NonNegativeInt, PositiveFloat, field_validator
+from pydantic import Field, NonNegativeInt, field_validator
 from torch import nn
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
@@ -28,6 +28,7 @@ from plugins.core.precision import bf16_is_fast
 from plugins.core.record import AnyPlan, Record
 
 SCHEMA = 2
+LONGEST = 1e6  # s: of a step, or a compile; more is damage
 INDUCTOR = "TORCHINDUCTOR_CACHE_DIR"
 MARKER = ".accel-plugins-cache"  # in a folder that was made for this alone
 ENTRIES = "[0-9a-f]" * 64 + ".json"  # other files in `plans` are the user's own
@@ -73,7 +74,7 @@ class Remembered(Record):
     key: str
     plan: AnyPlan
     tried: NonNegativeInt
-    step_seconds: PositiveFloat
+    step_seconds: float = Field(gt=0, le=LONGEST)
     compile: Learnt
     code: list[str]
     device: str
@@ -84,8 +85,8 @@ class Remembered(Record):
     @classmethod
     def _no_less_than_nothing(cls, learnt: Learnt) -> Learnt:
         for name, value in learnt.as_dict().items():
-            if isinstance(value, float) and value < 0:
-                raise ValueError(f"{name}={value}: less than 0")
+            if isinstance(value, float) and not 0 <= value <= LONGEST:
+                raise ValueError(f"{name}={value}: not between 0 and {LONGEST:.0f}")
         return learnt
 
 

@@ -7,13 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from plugins.core.checkpoint import write_atomically
 from plugins.errors import AccelError
 
 SCHEMA = 1
-STATE = {"model", "optimizer", "average", "window", "counts", "random", "extra"}  # at least
+STATE = {  # at least; and of which kind
+    "model": dict, "optimizer": dict, "scaler": dict, "average": dict, "window": dict, "gradients": dict,
+    "kept_statistics": list, "counts": dict, "random": dict, "extra": dict,
+}  # fmt: skip
 
 
 def write(path: Path, state: dict[str, Any]) -> None:
@@ -30,17 +33,29 @@ def read(path: Path) -> dict[str, Any]:
     except Exception as error:
         why = type(error).__name__  # torch's own text is several lines of advice
         raise AccelError(f"{path}: not readable as a checkpoint ({why})") from None
-    if not isinstance(state, dict) or state.get("accel") != SCHEMA or not state.keys() >= STATE:
+    if not isinstance(state, dict) or state.get("accel") != SCHEMA:
         raise AccelError(f"{path}: not a checkpoint of schema {SCHEMA} that `save` wrote")
+    if odd := [name for name, kind in STATE.items() if not isinstance(state.get(name), kind)]:
+        raise AccelError(f"{path}: damaged: {odd[0]} is {type(state.get(odd[0])).__name__}")
     return state
 
 
-def refuse_other(path: Path, state: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Raises AccelError where the state is one of another model or optimizer than these."""
+def kinds(optimizer: torch.optim.Optimizer, scheduler: Any) -> dict[str, str]:
+    """What the numbers of a state belong to."""
+    return {"optimizer": type(optimizer).__name__, "schedule": type(scheduler).__name__ if scheduler else "none"}
+
+
+def refuse_other(
+    path: Path, state: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any = None
+) -> None:
+    """Raises AccelError where the state is one of another model, optimizer or schedule than these."""
     here, there = model.state_dict(), state["model"]
     odd = next((name for name in {**here, **there} if _shape(here, name) != _shape(there, name)), None)
     if odd is not None:
         raise AccelError(f"{path}: of another model: {odd} is {_shape(there, odd)} there, {_shape(here, odd)} here")
+    for name, kind in kinds(optimizer, scheduler).items():
+        if (saved := state.get("kinds", {}).get(name, kind)) != kind:
+            raise AccelError(f"{path}: saved with another {name} than {kind}: {saved}")
     if why := _other_optimizer(state["optimizer"], optimizer):
         raise AccelError(f"{path}: saved with another optimizer than {type(optimizer).__name__}: {why}")
 
@@ -61,7 +76,9 @@ def check_plain(extra: dict[str, Any]) -> None:
 
 
 def _shape(state: dict[str, Any], name: str) -> Any:
-    return list(state[name].shape) if name in state else "missing"
+    if name not in state:
+        return "missing"
+    return list(state[name].shape) if isinstance(state[name], Tensor) else type(state[name]).__name__
 
 
 def _other_optimizer(state: dict[str, Any], optimizer: torch.optim.Optimizer) -> str:
@@ -71,4 +88,11 @@ def _other_optimizer(state: dict[str, Any], optimizer: torch.optim.Optimizer) ->
     if sizes[0] != sizes[1]:
         return f"groups of {sizes[1]} parameters there, of {sizes[0]} here"
     missing = sorted({name for a, b in zip(here, there, strict=True) for name in a.keys() - b.keys()} - {"initial_lr"})
-    return f"it has no {', '.join(missing)}" if missing else ""
+    if missing:
+        return f"it has no {', '.join(missing)}"
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for index, parameter in enumerate(parameters):
+        for name, value in state["state"].get(index, {}).items():
+            if isinstance(value, Tensor) and value.dim() and value.shape != parameter.shape:
+                return f"{name} of parameter {index} is {list(value.shape)} there, {list(parameter.shape)} here"
+    return ""

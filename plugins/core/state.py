@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
+
 from plugins.core.checkpoint import random_state
 from plugins.core.plan import Plan
+from plugins.core.planfile import Switch
 from plugins.core.update import Resumable
 
 if TYPE_CHECKING:
@@ -19,7 +22,7 @@ def state_of(session: Session) -> dict[str, Any]:
     gradients = {n: p.grad.detach() for n, p in session.model.named_parameters() if p.grad is not None}
     return {
         "config": session.config.given(),
-        "model": {name: t.detach() for name, t in session.model.state_dict().items()},
+        "model": {n: t.detach() if isinstance(t, Tensor) else t for n, t in session.model.state_dict().items()},
         "optimizer": update.optimizer.state_dict(),
         "scaler": update.scaler.state_dict() if update.scaler is not None else {},
         "average": update.average.state_dict() if isinstance(update.average, Resumable) else {},
@@ -28,6 +31,7 @@ def state_of(session: Session) -> dict[str, Any]:
         "kept_statistics": [] if window.empty else list(session.statistics._kept),
         "counts": session.counts(),
         "plan": session.planner.plan.as_dict(),
+        "switches": [switch.as_dict() for switch in session.planner.switches],
         "measured": session.planner.state == "done",
         "random": random_state(),
     }
@@ -49,4 +53,5 @@ def put_back(session: Session, state: Mapping[str, Any]) -> None:
     session.statistics._kept = [t.to(session.device) for t in state["kept_statistics"]]
     session.set_counts(state["counts"])
     plan = Plan.from_dict(state.get("plan", {}))
-    session.planner.resume(plan, session.updates, state.get("measured", True))
+    switches = [Switch.from_dict(switch) for switch in state.get("switches", [])]
+    session.planner.resume(plan, session.updates, state.get("measured", True), switches)

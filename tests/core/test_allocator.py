@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 from pathlib import Path
@@ -105,3 +106,16 @@ def test_another_libc_has_nothing_to_set(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(allocator, "_glibc", lambda: None)
     assert run(monkeypatch, faults=10_000).kept == ""
     assert not allocator._set(KEEP)
+
+
+@GLIBC
+def test_the_last_run_gives_back_also_where_nobody_ends_it(
+    monkeypatch: pytest.MonkeyPatch, values: list[dict[int, int]]
+) -> None:
+    first, second = run(monkeypatch, faults=10_000), run(monkeypatch, faults=10_000)
+    first.release()
+    first.release()
+    assert values == [KEEP, KEEP]
+    del second
+    gc.collect()
+    assert values == [KEEP, KEEP, RELEASE]

@@ -92,3 +92,23 @@ def test_no_limit_where_there_can_be_none() -> None:
     thread.start()
     thread.join()
     assert done == [True]
+
+
+@pytest.mark.timeout(120, method="thread")
+def test_anothers_alarm_is_not_the_limits() -> None:
+    """Another thread may set the one timer: its handler is called, and the limit holds all the same."""
+    seen: list[int] = []
+
+    def late() -> None:
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        time.sleep(30)
+
+    before = signal.signal(signal.SIGALRM, lambda number, frame: seen.append(number))
+    began = time.monotonic()
+    try:
+        with pytest.raises(OutOfTime), time_limit(1.0):
+            late()
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert 0.9 < time.monotonic() - began < 20
+    assert seen == [signal.SIGALRM]

@@ -173,3 +173,20 @@ def test_options_are_laid_over_the_file(tmp_path):
     settings, accel = read_settings(path, batch_size=16)
     assert settings.batch_size == 16
     assert accel == {"accumulate": 2}
+
+
+@pytest.mark.parametrize(
+    "text", ["num_iter: 2024-13-45", "select_data: &a [*a]", f"num_iter: {'9' * 5000}", "number: [", "a: b: c"]
+)
+def test_a_file_that_is_no_yaml_is_one_line(tmp_path, text):
+    path = tmp_path / "config.yaml"
+    path.write_text(text)
+    with pytest.raises(EasyOCRError, match="config=") as refused:
+        read_settings(path)
+    assert "\n" not in str(refused.value)
+
+
+def test_merged_keys_are_read(tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text("<<: {number: '0123'}\nlang_char: ab\n")
+    assert read_settings(path)[0].number == "0123"

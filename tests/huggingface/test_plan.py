@@ -16,7 +16,7 @@ from transformers import TrainerCallback
 
 from plugins.core import beside, contest, memory, precompile
 from plugins.core import plan as planning
-from plugins.core import planner as planner_module
+from plugins.core import trial as trial_module
 from plugins.core.checkpoint import random_state
 from plugins.core.plan import Plan, Timing
 from plugins.core.planfile import PLAN_NAME, Switch, write_switches
@@ -161,7 +161,7 @@ def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
     Everything is worth a trial, and an empty script stands in for the compile worker.
     """
-    timed = planner_module.time_steps
+    timed = trial_module.time_steps
 
     def time_steps(trial: Any, plan: Plan, *given: Any, **named: Any) -> Timing | None:
         timing = timed(trial, plan, *given, **named)
@@ -171,7 +171,7 @@ def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         return timing
 
     with pytest.MonkeyPatch.context() as patch:
-        for module in (planner_module, contest):
+        for module in (trial_module, contest):
             patch.setattr(module, "time_steps", time_steps)
         patch.setattr(planning, "bf16_is_fast", lambda device: True)
         patch.setattr(planning, "affordable", lambda candidates, *_: list(candidates))
@@ -269,7 +269,7 @@ def test_trials_leave_the_loader_and_a_run_that_they_do_not_change_alone(
     def measuring(*_: Any, **__: Any) -> None:
         pytest.fail("plan=off measures nothing")
 
-    for module in (planner_module, contest):
+    for module in (trial_module, contest):
         monkeypatch.setattr(module, "time_steps", measuring)
     monkeypatch.setattr(beside, "fusable_share", measuring)
     plain = run(case.head, tmp_path / "plain", {**options, "precision": "host", "plan": "off"})

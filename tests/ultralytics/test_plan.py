@@ -13,7 +13,7 @@ import torch
 
 from integrations.ultralytics.layout import Layout
 from plugins.core import plan as planning
-from plugins.core import planner as planner_module
+from plugins.core import trial as trial_module
 from plugins.core.plan import Plan, Timing
 from plugins.core.planfile import PLAN_NAME
 from tests.ultralytics.conftest import Run, same
@@ -26,7 +26,7 @@ BOTH = Plan("bf16", "channels_last")
 def seconds(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     """Seconds a step by plan, in place of what the machine would take; the trials themselves are real."""
     wanted = {"host": 1.0, BOTH.name: 0.5, "channels_last": 0.7, "bf16": 0.8}
-    timed = planner_module.time_steps
+    timed = trial_module.time_steps
 
     def time_steps(trial: Any, plan: Plan, *given: Any, **named: Any) -> Timing | None:
         timing = timed(trial, plan, *given, **named)
@@ -34,7 +34,7 @@ def seconds(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
             timing.seconds = [wanted[plan.name]] * len(timing.seconds)
         return timing
 
-    monkeypatch.setattr(planner_module, "time_steps", time_steps)
+    monkeypatch.setattr(trial_module, "time_steps", time_steps)
     monkeypatch.setattr(planning, "bf16_is_fast", lambda device: True)
     monkeypatch.setattr(planning, "affordable", lambda candidates, *_: list(candidates))
     monkeypatch.setattr(planning, "HOPELESS", float("inf"))
