@@ -24,10 +24,10 @@ SILENT = {"say": lambda line: None}
 
 
 def flat(value, path=""):
-    """(path, leaf) of everything in a checkpoint, timings excepted."""
+    """(path, leaf) of everything in a checkpoint, timings and what is told of the plan excepted."""
     if isinstance(value, dict):
         for key, inner in value.items():
-            if key not in ("history", "config"):
+            if key not in ("history", "config", "switches"):
                 yield from flat(inner, f"{path}/{key}")
     elif isinstance(value, (list, tuple)):
         for number, inner in enumerate(value):
