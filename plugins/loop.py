@@ -17,6 +17,7 @@ import copy
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from numbers import Real
 from pathlib import Path
 from types import TracebackType
@@ -27,11 +28,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
+from integrations.layout import LoopLayout
 from plugins.config import AccelConfig
 from plugins.core import checkpoint, precision, savefile
 from plugins.core.compile import CompileRefused
 from plugins.core.ema import EMA
-from plugins.core.layout import Layout
 from plugins.core.planfile import PlanError, Start
 from plugins.core.ranks import same_start
 from plugins.core.report import versions
@@ -98,7 +99,7 @@ class Accelerated:
         self._planned = planned and self._measures()
         chosen = self.config if self._planned else self._by_rule()
         self.session = Session(chosen, host, say)
-        self.layout = Layout(model, self.device)
+        self.layout = LoopLayout(model, self.device)
         try:
             self.layout.apply(*self.session.start_plan(self.device))
             if self.world > 1:
@@ -148,7 +149,7 @@ class Accelerated:
         if not isinstance(left, Real) or math.isnan(left):
             raise AccelError(f"plan: left={left!r}: expected the micro-batches still to come, or math.inf")
         if self.session.window.empty and self.session.planner.waits:
-            self.session.plan_window(self.layout.at(loss), int(max(min(left, ENDLESS), 0)), shape)
+            self.session.plan_window(self.layout.at(partial(_checked, loss)), int(max(min(left, ENDLESS), 0)), shape)
 
     @contextmanager
     def forward(self, *inputs: Tensor, padding: int = 0) -> Iterator[Any]:
@@ -334,3 +335,10 @@ class Accelerated:
         report.versions = versions()
         report.config = self.config.dump()
         report.ema.decay = self.average.decay if self.average is not None else None
+
+
+def _checked(loss: Callable[[], Tensor]) -> Tensor:
+    value = loss()
+    if not isinstance(value, Tensor):
+        raise AccelError(f"plan: the loss function returned {type(value).__name__}; it has to return the loss")
+    return value

@@ -234,7 +234,7 @@ class Adapter:
     def _compute_loss_context(self, original: Callable[..., Any]) -> Any:
         stack = ExitStack()
         stack.enter_context(original())
-        stack.enter_context(self.layout.context())
+        stack.enter_context(self.layout.autocast())
         return stack
 
     # -- losses, in training and in evaluation -------------------------------------------------------------------

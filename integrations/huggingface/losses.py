@@ -19,8 +19,8 @@ from torch import Tensor
 
 from integrations.huggingface import counting
 from integrations.huggingface.counting import SUM, Counting
-from integrations.huggingface.layout import DTYPES
 from integrations.huggingface.probing import HOST, LATER, TOLERANCE, fits, probe, take_rows
+from integrations.layout import DTYPES
 
 
 class Losses:

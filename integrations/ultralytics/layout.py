@@ -7,24 +7,22 @@ host's settings (which are saved and resumed) changes.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from integrations import layout
 from integrations.patches import Patches
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
-
-class Layout:
+class Layout(layout.Layout):
     """A trial of one trainer; wraps `model.loss`. `at` names the batch that `loss` runs on."""
 
     def __init__(self, trainer: Any, model: nn.Module, patches: Patches) -> None:
-        self.trainer, self.model, self.patches = trainer, model, patches
-        self.precision, self.memory_format = "host", "host"
-        self._batch: dict[str, Any] = {}
+        super().__init__(model, trainer.device)
+        self.trainer, self.patches = trainer, patches
         self._own: Any = patches.put(model, "loss", self._loss)
 
     def start(self, precision: str, memory_format: str) -> None:
@@ -33,19 +31,11 @@ class Layout:
             self.trainer.scaler = torch.amp.GradScaler(self.trainer.device.type, enabled=precision == "fp16")
         self.apply(precision, memory_format)
 
-    def apply(self, precision: str, memory_format: str) -> None:
-        self.precision = precision
-        if memory_format != self.memory_format:
-            wanted = torch.channels_last if memory_format == "channels_last" else torch.contiguous_format
-            self.model.to(memory_format=wanted)
-            average = self.trainer.ema
-            average.ema.to(memory_format=wanted)
-            average._pairs = None  # it caches tensors, and these have new storages
-            self.memory_format = memory_format
-
-    def at(self, batch: dict[str, Any]) -> Layout:
-        self._batch = batch
-        return self
+    def store(self, order: torch.memory_format) -> None:
+        super().store(order)
+        average = self.trainer.ema
+        average.ema.to(memory_format=order)
+        average._pairs = None  # it caches tensors, and these have new storages
 
     def loss(self) -> Tensor:
         """Forward and loss of a trial, in the autocast that the host's loop would give it."""
@@ -67,17 +57,8 @@ class Layout:
                 model.criterion = criterion
 
     def _loss(self, batch: dict[str, Any], preds: Any = None) -> Any:
-        if self.memory_format == "channels_last":
-            batch["img"] = batch["img"].contiguous(memory_format=torch.channels_last)
-        with self._inner():
+        batch["img"] = self.ordered(batch["img"])
+        with self.autocast():
             if preds is None and getattr(self.model, "_compiled_call_impl", None) is not None:
                 preds = self.model(batch["img"])  # without a compiled call the forward is the host's own
             return self._own(batch, preds)
-
-    def _inner(self) -> AbstractContextManager[Any]:
-        if self.precision == "host":
-            return nullcontext()
-        device = self.trainer.device.type
-        if self.precision == "fp32":
-            return torch.autocast(device, enabled=False)
-        return torch.autocast(device, dtype=DTYPES[self.precision])

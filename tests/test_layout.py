@@ -1,10 +1,11 @@
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
+from integrations.layout import LoopLayout
 from plugins.core.ema import EMA
-from plugins.core.layout import Layout
 from tests.core.tiny import CPU, same, snapshot
 
 
@@ -29,7 +30,7 @@ def strides(model: nn.Module) -> list[tuple[int, ...]]:
 def test_layouts_change_in_place_and_back() -> None:
     model = Grid()
     average, optimizer = EMA(model, 0.5), torch.optim.SGD(model.parameters(), 0.1)
-    values, before, layout = snapshot(model), strides(model), Layout(model, CPU)
+    values, before, layout = snapshot(model), strides(model), LoopLayout(model, CPU)
     layout.apply("host", "channels_last")
     assert model.conv.weight.is_contiguous(memory_format=torch.channels_last)
     assert strides(model) != before
@@ -47,14 +48,14 @@ def test_layouts_change_in_place_and_back() -> None:
 
 def test_a_model_that_its_owner_laid_out_stays_so() -> None:
     model = nn.Conv2d(3, 3, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    before, layout = strides(model), Layout(model, CPU)
+    before, layout = strides(model), LoopLayout(model, CPU)
     for memory_format in ("channels_last", "host"):
         layout.apply("host", memory_format)
         assert strides(model) == before
 
 
 def test_precision_is_an_autocast_and_images_follow_the_layout() -> None:
-    layout, images = Layout(nn.Conv2d(3, 2, 1), CPU), torch.rand(2, 3, 4, 4)
+    layout, images = LoopLayout(nn.Conv2d(3, 2, 1), CPU), torch.rand(2, 3, 4, 4)
     for precision, dtype in (("host", None), ("fp32", None), ("bf16", torch.bfloat16)):
         layout.apply(precision, "host")
         assert layout.dtype is dtype
@@ -63,3 +64,15 @@ def test_precision_is_an_autocast_and_images_follow_the_layout() -> None:
     layout.apply("host", "channels_last")
     assert layout.moved(images).is_contiguous(memory_format=torch.channels_last)
     assert layout.moved(images[0]).stride() == images[0].stride()
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_what_follows_the_first_convolution_is_laid_out_too(channels: int) -> None:
+    model = nn.Conv2d(channels, 4, 3)
+    before, layout = strides(model), LoopLayout(model, CPU)
+    layout.apply("host", "channels_last")
+    features = model(layout.moved(torch.rand(2, channels, 6, 5)))
+    assert features.is_contiguous(memory_format=torch.channels_last)
+    layout.apply("host", "host")
+    assert strides(model) == before
+    assert model(torch.rand(2, channels, 6, 5)).is_contiguous()
