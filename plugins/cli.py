@@ -1,10 +1,10 @@
-"""`accel`: what this machine can do, and what a run did."""
+"""`accel`: what this machine can do, a recognizer's fine-tuning in one command, and what a run did."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -80,6 +80,39 @@ def report(run: Annotated[Path, typer.Argument(help="A run's folder, or its acce
             shown = (f"{n:.4g}" if isinstance(n, (int, float)) else "-" for n in figures)
             tried.add_row(str(one.get("plan", "-")), *shown)
         console.print(tried)
+
+
+@app.command()
+def fit(
+    config: Annotated[Path, typer.Argument(help="The official trainer's yaml.")],
+    options: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Keys of it, and accel's settings, laid over.")
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the experiment's own last.pt.")] = False,
+) -> None:
+    """Fine-tune an EasyOCR recognizer, and leave files that `easyocr.Reader` loads."""
+    given: dict[str, Any] = {}
+    for option in options or []:
+        key, equals, value = option.partition("=")
+        if not equals or key in ("config", "say", "resume"):
+            raise AccelError(f"{option}: expected KEY=VALUE, with a key of {config} or a setting of accel")
+        given[key] = value
+    try:
+        from plugins import easyocr
+    except ModuleNotFoundError as error:
+        raise AccelError(f'fit: needs {error.name}; pip install "accel-plugins[easyocr]"') from None
+    result = easyocr.fit(config, resume=resume, **given)
+    network = result.exported
+    print(f"stopped at update {result.updates}: {result.stopped}; words read right: {result.accuracy:.1%}")
+    print(
+        f"easyocr.Reader({result.lang_list}, recog_network={network.name!r},"
+        f" model_storage_directory={str(network.model_storage_directory)!r},"
+        f" user_network_directory={str(network.user_network_directory)!r})"
+    )
+    print(f"report: {result.report}")
+    if result.stopped == "interrupted":
+        print("to go on: the same command with --resume", file=sys.stderr)
+        raise typer.Exit(130)
 
 
 def _console() -> Console:

@@ -124,7 +124,7 @@ def test_a_trial_sees_parts_of_one_size(options, reads):
     with_trial = [tuple(shape) for shape in reads]
     at = next(n for n, shape in enumerate(with_trial) if with_trial[n : n + 5] == [shape] * 5)
     assert at >= 4
-    assert all(shape[0] * shape[3] <= 16 * 160 // 4 or shape[0] <= 4 for shape in with_trial)
+    assert all(shape[0] * shape[3] <= 16 * 160 // 5 or shape[0] <= 4 for shape in with_trial)
 
 
 @pytest.mark.parametrize(
