@@ -296,7 +296,8 @@ def test_a_resumed_run_with_other_data_begins_the_order_anew(tiny, tmp_path):
 
 
 def test_compiled_features_stay_within_the_budget_and_learn_the_same(tiny):
-    options = {"num_iter": 8, "compile": "on", "compile_backend": "eager", "buckets": [64, 96, 128, 192]}
+    # eps: Adam makes a step of its full size out of the rounding of a gradient that is nearly zero
+    options = {"num_iter": 8, "eps": 1e-3, "compile": "on", "compile_backend": "eager", "buckets": [64, 96, 128, 192]}
     compiled = fit(tiny, **options, **SILENT)
     report = json.loads(compiled.report.read_text())
     assert report["compile"]["decision"] == "features"
