@@ -187,6 +187,10 @@ class _Run:
             raise AccelError(f"nonfinite=stop: {error}; the last save is untouched") from None
         except EasyOCRError as error:
             raise AccelError(str(error)) from None
+        except OSError as error:  # a full disk, a folder in a file's place: what was saved before is untouched
+            if not error.filename:
+                raise
+            raise AccelError(f"{error.filename}: {error.strerror}; what was saved before is untouched") from None
         finally:
             board.close()
             report = self.accel.end(self.folder if self.first else None)

@@ -17,7 +17,7 @@ from PIL import Image
 
 from integrations.easyocr.charset import fold_case
 from integrations.easyocr.errors import EasyOCRError
-from integrations.easyocr.settings import Settings
+from integrations.easyocr.settings import Settings, home
 
 HEADER = "filename,words"
 # The Reader scales to a height and keeps the whole width, so one odd crop could take all memory. Lines across a page
@@ -208,7 +208,7 @@ def read_any(source: Any, name: str, settings: Settings, skipped: Skipped) -> Li
     """A folder of leaves, a plain folder, a data set saved with `save_to_disk`, or a data set object."""
     if not isinstance(source, (str, Path)):
         return read_dataset(source, name, settings.image_column, settings.text_column, skipped)
-    root = Path(source).expanduser()
+    root = Path(home(source))
     if any((root / saved).is_file() for saved in ("dataset_info.json", "dataset_dict.json")):
         from datasets import load_from_disk
 

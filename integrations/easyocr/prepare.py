@@ -20,7 +20,7 @@ from integrations.easyocr.labels import converter
 from integrations.easyocr.network import build, frozen_parts
 from integrations.easyocr.preprocess import Preprocess
 from integrations.easyocr.reading import Readings, read_lines
-from integrations.easyocr.settings import Settings
+from integrations.easyocr.settings import Settings, home
 from integrations.easyocr.stream import Lines
 from integrations.easyocr.weights import take_over
 
@@ -90,7 +90,7 @@ def prepare(settings: Settings, train: Any = None, valid: Any = None) -> Prepare
     Raises:
         EasyOCRError: one line that names the file or key, the value and what is allowed.
     """
-    folder = Path(settings.output).expanduser() / settings.experiment_name
+    folder = Path(settings.output) / settings.experiment_name
     check_name(settings.experiment_name, folder / "user_network")
     check_languages(settings.lang_list)
     lost, lost_valid, notes = Skipped(), Skipped(), []
@@ -108,7 +108,7 @@ def prepare(settings: Settings, train: Any = None, valid: Any = None) -> Prepare
     if settings.saved_model:
         taken = take_over(
             model,
-            Path(settings.saved_model).expanduser(),
+            Path(settings.saved_model),
             characters,
             given=settings.saved_characters,
             partial=settings.FT,
@@ -138,7 +138,7 @@ def _training_sources(settings: Settings, train: Any) -> list[tuple[str, Any]]:
         if settings.select_data != [""]:
             raise EasyOCRError(f"select_data={settings.select_data}: a data set object has no folders to select from")
         return [("train_data", train)]
-    root = Path(_given(train, settings.train_data, "train_data")).expanduser()
+    root = Path(home(_given(train, settings.train_data, "train_data")))
     return [(f"train_data={root / part}", root / part) for part in settings.select_data]
 
 

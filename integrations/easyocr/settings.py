@@ -7,6 +7,7 @@ fiducial points) and `workers` beyond what the loader can use.
 from __future__ import annotations
 
 import difflib
+import os
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -33,6 +34,13 @@ def _text(value: Any) -> str:
 def _optional_name(value: Any) -> Any:
     """`''`, `None`, `'None'` and False all mean "not given" in official files."""
     return "" if value is False or value in (None, "None", "none") else value
+
+
+def home(value: Any) -> Any:
+    """A path with `~` as the user's home, as in a shell; an unknown `~user` stays as it is."""
+    if isinstance(value, str) and "\0" in value:
+        raise ValueError("a path; none holds a null character")
+    return os.path.expanduser(value) if isinstance(value, (str, Path)) else value  # noqa: PTH111 - Path's own raises
 
 
 def _optimizer(value: Any) -> Any:
@@ -72,6 +80,7 @@ Whole = Annotated[int, Number]
 Count = Annotated[Whole, Field(ge=1)]
 Share = Annotated[float, Number, Field(ge=0, le=1)]
 Text = Annotated[str, BeforeValidator(_text)]
+File = Annotated[str, BeforeValidator(home)]
 
 
 class Settings(BaseModel):
@@ -92,7 +101,7 @@ class Settings(BaseModel):
     num_iter: Count = 300_000
     valInterval: Count = 20_000
     # weights to continue from
-    saved_model: Annotated[str, BeforeValidator(_optional_name)] = ""
+    saved_model: Annotated[File, BeforeValidator(_optional_name)] = ""
     FT: bool = False
     new_prediction: bool = False
     freeze_FeatureExtraction: bool = False
@@ -105,8 +114,8 @@ class Settings(BaseModel):
     eps: Positive = 1e-8
     grad_clip: Positive = 5.0
     # data
-    train_data: str = ""
-    valid_data: str = ""
+    train_data: File = ""
+    valid_data: File = ""
     select_data: Annotated[list[str], BeforeValidator(_selection)] = [""]
     batch_ratio: Annotated[list[Annotated[float, Field(gt=0, le=1)]], BeforeValidator(_ratios)] = [1.0]
     total_data_usage_ratio: Annotated[float, Number, Field(gt=0, le=1)] = 1.0
@@ -129,7 +138,7 @@ class Settings(BaseModel):
     decode: Literal["greedy", "beamsearch"] = "greedy"
 
     # what this loop adds
-    output: str = Field("saved_models", description="folder that holds the experiment folder")
+    output: File = Field("saved_models", description="folder that holds the experiment folder")
     preprocess: Literal["reader", "official"] = "reader"
     schedule: Literal["constant", "onecycle", "cosine"] = "constant"
     warmup: Whole = Field(0, ge=0, description="updates of linear warm-up")

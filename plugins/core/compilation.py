@@ -174,6 +174,8 @@ class Compilation:
     def run(self, plan: Plan) -> Plan:
         """Put the code of a plan; returns the plan, without its CUDA graphs or its compile where they cannot be."""
         if plan.cuda_graphs and not (self.may_use_cuda_graphs and memory.room_for_cuda_graphs(self.device)):
+            why = "do not fit into memory" if self.may_use_cuda_graphs else "cannot run here with these settings"
+            self.warn(f"plan {plan.name}: CUDA graphs {why}; the run goes on without them")
             plan = replace(plan, cuda_graphs=False)
         self.undo()
         if plan.compile == "eager":

@@ -68,6 +68,8 @@ class Start:
     def of(cls, config: AccelConfig, device: torch.device) -> Start:
         """Raises precision.Unsupported on a precision that the device cannot train in, PlanError on a bad plan file.
 
+        A bad one is also one that contradicts a precision or a layout that the settings fix.
+
         Several ranks measure nothing: they would have to agree on it.
         """
         measures = config.plan == "auto" and not (dist.is_initialized() and dist.get_world_size() > 1)
@@ -75,12 +77,24 @@ class Start:
         precision: str = config.precision
         for switch in switches or ():
             resolve(switch.plan.precision, device)
+            _agrees(switch, config)
         if precision == "auto" and (measures or switches is not None):
             precision = "host"  # a file without switches is of a run in which nothing won
         layout = "host" if config.memory_format == "auto" else config.memory_format
         settings = {"precision": config.precision, "memory_format": config.memory_format, "compile": config.compile}
         still_open = frozenset(name for name, value in settings.items() if value == "auto") if measures else frozenset()
         return cls(Plan(resolve(precision, device), layout), still_open, tuple(switches or ()))
+
+
+def _agrees(switch: Switch, config: AccelConfig) -> None:
+    """Raises PlanError where the settings fix a precision or a layout, and the file says another."""
+    for name in ("precision", "memory_format"):
+        fixed, said = getattr(config, name), getattr(switch.plan, name)
+        if fixed not in ("auto", "host", said):
+            raise PlanError(
+                f"plan={config.plan}: says {name}={said} from update {switch.update} on, which contradicts "
+                f"{name}={fixed}: leave one of them out"
+            )
 
 
 def read_switches(path: Path) -> list[Switch]:

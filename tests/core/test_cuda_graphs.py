@@ -233,7 +233,9 @@ def test_a_run_that_changed_over_is_the_run_with_its_file(
     assert switches(run(again, plan=tmp_path / PLAN_NAME)) == [(5, GRAPHS)]
     assert same(snapshot(again.model), snapshot(host.model))
     monkeypatch.setattr(planning, "has_cuda_graphs", lambda device, backend: False)
-    assert switches(run(new_host(host.clock), plan=tmp_path / PLAN_NAME)) == [(5, COMPILED)]
+    elsewhere = new_host(host.clock)
+    assert switches(run(elsewhere, plan=tmp_path / PLAN_NAME)) == [(5, COMPILED)]
+    assert any("CUDA graphs cannot run here" in line for line in elsewhere.said)
 
 
 def test_a_resumed_run_keeps_them(host: Host) -> None:

@@ -83,6 +83,20 @@ def test_a_file_that_is_none_is_one_line(tmp_path: Path, text: str | None, why: 
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("fixed", "told"),
+    [
+        ({"precision": "fp32"}, "says precision=bf16 from update 2 on, which contradicts precision=fp32"),
+        ({"memory_format": "channels_last"}, "memory_format=host from update 2 on, which contradicts"),
+    ],
+)
+def test_a_file_that_contradicts_what_is_fixed(tmp_path: Path, fixed: dict[str, str], told: str) -> None:
+    path = write_switches(tmp_path, Plan(), [Switch(2, Plan("bf16"))])
+    with pytest.raises(PlanError, match=told):
+        start(plan=path, **fixed)
+    assert start(plan=path, precision="bf16").switches == (Switch(2, Plan("bf16")),)
+
+
 def test_what_the_settings_leave_open() -> None:
     assert start().open_fields == {"compile", "memory_format"}
     assert start(precision="auto").open_fields == {"compile", "memory_format", "precision"}

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -375,6 +376,14 @@ def test_an_output_that_is_a_file(tiny, tmp_path):
     with pytest.raises(AccelError, match="output="):
         fit({**tiny, "output": str(tmp_path / "taken")}, say=lambda line: None)
     assert (tmp_path / "taken").read_text() == "mine"
+
+
+def test_a_folder_in_the_place_of_a_file_is_one_line(tiny):
+    folder = Path(tiny["output"]) / tiny["experiment_name"]
+    (folder / "log.csv").mkdir(parents=True)
+    with pytest.raises(AccelError, match=r"log\.csv: Is a directory") as caught:
+        fit(tiny, **SILENT)
+    assert "\n" not in str(caught.value)
 
 
 def test_two_runs_at_once_in_one_folder(tiny):

@@ -80,9 +80,17 @@ def test_characters_are_taken_as_written(tmp_path):
     assert (settings.number, settings.symbol, settings.lang_char) == ("01234567", "", "yes")
 
 
+def test_paths_from_the_home_folder(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    settings, _ = read_settings({"output": "~/runs", "saved_model": "~/a.pth", "train_data": "~nobody-of-this-name/x"})
+    assert (settings.output, settings.saved_model) == ("/home/me/runs", "/home/me/a.pth")
+    assert settings.train_data == "~nobody-of-this-name/x"
+
+
 @pytest.mark.parametrize(
     ("key", "value", "told"),
     [
+        ("output", "a\0b", "null character"),
         ("Transformation", "TPS", "TPS"),
         ("FeatureExtraction", "RCNN", "RCNN"),
         ("Prediction", "Attn", "Attn"),
