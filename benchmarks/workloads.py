@@ -21,24 +21,10 @@ sys.path[:0] = [str(ROOT), str(ROOT / "examples"), str(ROOT / "benchmarks")]
 import torch  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
+from plugins.bench import Gated  # noqa: E402
+
 Found = dict[str, Any]
 BATCH = 16  # images of 160 px; docstrings
-
-
-class Gated(nn.Module):
-    """LayerNorm, Linear and gated pointwise operations, residual. [B, T, D] -> [B, T, D]."""
-
-    def __init__(self, width: int = 128) -> None:
-        super().__init__()
-        self.norm, self.linear = nn.LayerNorm(width), nn.Linear(width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.linear(self.norm(x))
-        update, reset = torch.sigmoid(y), nn.functional.hardsigmoid(y)
-        for _ in range(2):
-            value = nn.functional.silu(reset * x + y)
-            x = torch.lerp(x, value, update) + nn.functional.hardswish(value) * reset * (1 - update)
-        return x
 
 
 class Products(nn.Module):
@@ -66,7 +52,9 @@ class Blocks(nn.Module):
         return x
 
 
-def blocks(plug: bool, updates: int, folder: Path, kind: Callable[[], nn.Module] = Gated) -> Found:
+def blocks(
+    plug: bool, updates: int, folder: Path, kind: Callable[[], nn.Module] = Gated, precision: str = "host"
+) -> Found:
     """Six residual blocks on [32, 256, 128], a hand-written loop."""
     from plugins.loop import Accelerated
 
@@ -81,7 +69,7 @@ def blocks(plug: bool, updates: int, folder: Path, kind: Callable[[], nn.Module]
             optimizer.step()
             optimizer.zero_grad()
         return {"seconds": time.perf_counter() - began}
-    accel = Accelerated(model, optimizer, planned=True, cache_dir=folder / "cache")
+    accel = Accelerated(model, optimizer, planned=True, precision=precision, cache_dir=folder / "cache")
     for update in range(updates):
         x = batches[update % 4]
         accel.plan(lambda x=x: model(x).square().mean(), updates - update, x.shape)  # type: ignore[misc]
@@ -193,6 +181,7 @@ def figures(folder: Path) -> Found:
 ROWS: dict[str, Callable[[bool, int, Path], Found]] = {
     "blocks": blocks,
     "products": partial(blocks, kind=Products),
+    "products_auto": partial(blocks, kind=Products, precision="auto"),
     "ready": ready,
     "yolo": yolo,
     "minilm": minilm,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 import typer
 from rich.console import Console
@@ -14,6 +14,8 @@ from plugins.errors import AccelError
 
 if TYPE_CHECKING:
     from plugins.core.remember import Memory
+
+Kind = Literal["convolutions", "encoder", "pointwise"]  # of `accel bench`'s models
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
@@ -113,6 +115,32 @@ def fit(
     if result.stopped == "interrupted":
         print("to go on: the same command with --resume", file=sys.stderr)
         raise typer.Exit(130)
+
+
+@app.command()
+def bench(
+    kind: Annotated[Kind | None, typer.Argument(help="Of model; default: all three.")] = None,
+    updates: Annotated[int, typer.Option(min=1, help="Timed updates of every contender.")] = 20,
+    compiled: Annotated[bool, typer.Option("--compile/--no-compile", help="Compiled contenders as well.")] = True,
+) -> None:
+    """Time what each plan gives on this machine, on small models that need no data."""
+    import torch
+
+    from plugins import bench as benchmark
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    console = _console()
+    for name in [kind] if kind else get_args(Kind):
+        with console.status("") as status:
+            found = benchmark.bench(name, updates, compiled, device, status.update, console.print)
+        table = Table("contender", "ms an update", "spread", "ratio", "first, s", "pays at update", title=name)
+        for one in found:
+            pays = one.pays(found[0])
+            table.add_row(
+                one.name, f"{one.timing.middle * 1000:.1f}", f"{one.timing.spread * 1000:.1f}",
+                f"{one.against(found[0]):.2f}", f"{one.timing.first:.1f}", "-" if pays is None else str(pays),
+            )  # fmt: skip
+        console.print(table)
 
 
 def _console() -> Console:

@@ -81,7 +81,7 @@ class Beside:
         """Whether a compile is under way now; `learnt.reason` says why not. `step_seconds`: of a micro-batch."""
         learnt, device = self.learnt, self.device
         modules, self.scope = self.compilation.modules()
-        if why := planning.cannot_gain(modules, device, plan.precision) or self._no_room():
+        if why := planning.cannot_gain(modules, device) or self._no_room():
             return self._refuse(why, settled=True)
         cost = max(planning.compile_seconds(modules, device), 2 * learnt.given_up_seconds)
         if why := self._too_short(cost, 1.0 if learnt.fusable is None else learnt.fusable, moment, step_seconds):
@@ -102,6 +102,8 @@ class Beside:
         except Exception as error:  # what fails without being watched comes again in the run's step, as its own error
             self.owner.warn(f"compile: its trial failed ({first_line(error)}); the run goes on eagerly")
             return self._refuse(TRIAL_FAILED)
+        if why := planning.too_little_to_fuse(learnt.fusable, device, plan.precision):
+            return self._refuse(why, settled=True)
         if why := self._too_short(cost, learnt.fusable, moment, step_seconds):
             return self._refuse(why)
         if not captured.calls:

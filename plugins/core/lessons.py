@@ -85,7 +85,7 @@ class Lessons:
         offered = {self.start.plan, *layouts}
         if "compile" in self.start.open_fields:
             modules, scope = self.compilation.modules()
-            able = [p for p in offered if not planning.cannot_gain(modules, self.device, p.precision)]
+            able = [] if planning.cannot_gain(modules, self.device) else list(offered)
             ways = (False, True) if self.compilation.may_use_cuda_graphs else (False,)
             offered.update(replace(plan, compile=scope, cuda_graphs=way) for plan in able for way in ways)
         return offered

@@ -121,9 +121,7 @@ class Planner:
         """Whether compiled code runs, or may run later."""
         if self.compilation.active or any(switch.plan.compile != "eager" for switch in self.given):
             return True
-        return "compile" in self.open_fields and not planning.cannot_gain(
-            self.compilation.modules()[0], self.device, self.plan.precision
-        )
+        return "compile" in self.open_fields and not planning.cannot_gain(self.compilation.modules()[0], self.device)
 
     def _allowed(self, switch: Switch) -> Switch:
         """A plan file compiles nothing at `compile=off`."""

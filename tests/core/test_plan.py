@@ -119,10 +119,13 @@ def test_blocks_that_look_alike_are_compiled_once() -> None:
 
 
 def test_what_never_pays_on_a_cpu() -> None:
-    assert "convolutions" in planning.cannot_gain([Net()], CPU, "host")
-    assert "bf16" in planning.cannot_gain([Blocks()], CPU, "bf16")
-    assert planning.cannot_gain([Blocks()], CPU, "host") == ""
-    assert planning.cannot_gain([Net()], CUDA, "bf16") == ""
+    assert "convolutions" in planning.cannot_gain([Net()], CPU)
+    assert planning.cannot_gain([Blocks()], CPU) == ""
+    assert planning.cannot_gain([Net()], CUDA) == ""
+    assert "12% of a step" in planning.too_little_to_fuse(0.12, CPU, "bf16")
+    assert planning.too_little_to_fuse(0.4, CPU, "bf16") == ""
+    assert planning.too_little_to_fuse(0.12, CPU, "host") == ""
+    assert planning.too_little_to_fuse(0.12, CUDA, "bf16") == ""
 
 
 @given(st.floats(0.1, 1000), st.floats(0, 1), st.floats(0, 1))

@@ -153,6 +153,17 @@ def test_code_that_does_not_win_is_not_run(host: Host, monkeypatch: pytest.Monke
     assert all(m._compiled_call_impl is None for m in host.model.modules())
 
 
+@pytest.mark.parametrize("share", [0.12, 0.5])
+def test_in_bf16_on_a_cpu_a_compile_needs_more_to_fuse(
+    host: Host, monkeypatch: pytest.MonkeyPatch, share: float
+) -> None:
+    stand_in(monkeypatch, READY)
+    monkeypatch.setattr(beside, "fusable_share", lambda *args: fusable(*args) and share)
+    planner = run(host, precision="bf16")
+    assert planner.plan == Plan("bf16", compile="regional" if share == 0.5 else "eager")
+    assert ("12% of a step" in planner.beside.learnt.reason) == (share == 0.12)
+
+
 def test_eager_and_compiled_steps_are_timed_in_turn(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine that others slow down, more and more, decides nothing."""
     stand_in(monkeypatch, READY)
