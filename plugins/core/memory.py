@@ -6,6 +6,7 @@ On CUDA the allocator's own peak; elsewhere the process's resident peak (VmHWM),
 from __future__ import annotations
 
 import contextlib
+import math
 import resource
 import sys
 from functools import cache
@@ -19,6 +20,13 @@ CONTEXT_GIB = 0.8  # of a second process on the same device: torch, its compiler
 CUDA_GRAPHS = 0.10  # of the peak: what a pool of CUDA graphs takes on top (5 to 10 % seen)
 _CLEAR = Path("/proc/self/clear_refs")
 _STATUS = Path("/proc/self/status")
+_GROUPS = Path("/proc/self/cgroup")
+_MOUNT = Path("/sys/fs/cgroup")
+# Of control groups of version 2 and 1: controller, folder, limit, use, and what of memory.stat can go.
+_LIMITS = (
+    ("", ".", "memory.max", "memory.current", "inactive_file"),
+    ("memory", "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
 
 
 class Peaks:
@@ -74,7 +82,25 @@ def free_gib(device: torch.device) -> float:
     """Memory that another process could take now."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0] / GIB
-    return psutil.virtual_memory().available / GIB
+    return min(psutil.virtual_memory().available, _left_of_container()) / GIB
+
+
+def _left_of_container() -> float:
+    """Bytes below the limit of this process's control group, or of one that holds it; cached files can go."""
+    left = math.inf
+    for line in _GROUPS.read_text().splitlines() if _GROUPS.exists() else ():
+        _, controllers, path = line.split(":", 2)
+        for name, folder, limit, use, cached in _LIMITS:
+            if name not in controllers.split(","):
+                continue
+            inside = Path(path.lstrip("/"))
+            for group in (inside, *inside.parents):  # inside a container the mount itself is its group
+                at = _MOUNT / folder / group
+                with contextlib.suppress(OSError, ValueError, KeyError):  # `max`: no limit
+                    stat = dict(entry.split() for entry in (at / "memory.stat").read_text().splitlines())
+                    most, used = (int((at / file).read_text()) for file in (limit, use))
+                    left = min(left, max(most - used + int(stat[cached]), 0))
+    return left
 
 
 def room_for_worker(device: torch.device) -> bool:
