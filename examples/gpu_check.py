@@ -38,6 +38,8 @@ WIDTH = 128
 class Loop:
     """A plain loop on the GPU: blocks of `depth` micro-batches an update, with a session or without."""
 
+    host_precision = "fp32"
+
     def __init__(self, precision: str = "fp32", **options: Any) -> None:
         torch.manual_seed(0)
         self.model = Blocks().to(DEVICE)

@@ -23,6 +23,11 @@ class Layout:
         self.precision, self.memory_format = "host", "host"
         self._batch: Any = None
 
+    @property
+    def host_precision(self) -> str:
+        """Of the host's own autocast; fp32 without one."""
+        return "fp32"
+
     def apply(self, precision: str, memory_format: str) -> None:
         """Switch from here on. Values stay as they are; only the storage order of 4-dim tensors changes."""
         self.precision = precision

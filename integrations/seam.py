@@ -85,7 +85,8 @@ class Seam(Protocol):
         """At a window's first micro-batch, outside autocast: let the planner try or switch on the batch at hand.
 
         `trial.loss()` runs forward and loss on it, `trial.apply(precision, memory_format)` switches, inside
-        `trial.bare()` the model can be pickled; `left` counts the micro-batches still to come, this one included.
+        `trial.bare()` the model can be pickled, `trial.host_precision` is that of the host's own autocast; `left`
+        counts the micro-batches still to come, this one included.
         """
 
     def micro_batch(self, samples: int, expected: int | None = None) -> None:

@@ -25,6 +25,7 @@ from plugins.core.toolchain import missing_compiler
 from plugins.errors import AccelError
 from plugins.loop import Accelerated
 
+WARM_UP = 3  # updates of each that are not timed
 CHUNK = 5  # updates of one contender at a time
 Say = Callable[[str], None]
 Steps = Generator[float, None, None]  # each `next` is an update, and says how many seconds it took
@@ -105,6 +106,9 @@ def bench(kind: str, updates: int, compiled: bool, device: torch.device, show: S
     A plan that fails here is left out, with a warning; `show` is given what goes on.
     """
     build, shape = KINDS[kind]
+    if compiled and (why := missing_compiler(device, "inductor")):
+        warn(f"accel: no compiled contenders: {why}")
+        compiled = False
     torch.manual_seed(0)
     batch, weights = torch.randn(shape, device=device), build().state_dict()
     running: list[Contender] = []
@@ -125,6 +129,9 @@ def bench(kind: str, updates: int, compiled: bool, device: torch.device, show: S
                 warn(f"accel: {name}: left out, {why}")
                 continue
             running.append(contender)
+        for contender in running:  # the machine settles after all that was built
+            for _ in islice(contender.steps, WARM_UP):
+                pass
         for done in range(0, updates, CHUNK):
             show(f"{kind}: update {done} of {updates}, in turn")
             for contender in running if done % (2 * CHUNK) == 0 else reversed(running):  # there and back again
@@ -136,9 +143,7 @@ def plans(model: nn.Module, device: torch.device, compiled: bool) -> list[Plan]:
     """What a run would try here, whether it gains or not: precisions, layouts, and the compile of repeated blocks."""
     everything = frozenset({"precision", "memory_format"})
     eager = [Plan(), *planning.layouts(model, device, Plan(), everything)]
-    if not compiled or missing_compiler(device, "inductor"):
-        return eager
-    return [*eager, *(replace(plan, compile="regional") for plan in eager[:2])]
+    return [*eager, *(replace(plan, compile="regional") for plan in eager[: 2 * compiled])]
 
 
 def plain(model: nn.Module, batch: Tensor) -> Steps:

@@ -120,7 +120,7 @@ def fit(
 @app.command()
 def bench(
     kind: Annotated[Kind | None, typer.Argument(help="Of model; default: all three.")] = None,
-    updates: Annotated[int, typer.Option(min=1, help="Timed updates of every contender.")] = 20,
+    updates: Annotated[int, typer.Option(min=5, help="Timed updates of every contender.")] = 20,
     compiled: Annotated[bool, typer.Option("--compile/--no-compile", help="Compiled contenders as well.")] = True,
 ) -> None:
     """Time what each plan gives on this machine, on small models that need no data."""

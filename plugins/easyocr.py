@@ -29,7 +29,7 @@ from integrations.easyocr.prepare import Prepared, prepare
 from integrations.easyocr.reading import Readings
 from integrations.easyocr.scoring import score
 from integrations.easyocr.settings import read_settings
-from integrations.easyocr.standing import Result, Standing, earlier_run
+from integrations.easyocr.standing import Result, Standing, earlier_run, in_the_way
 from integrations.easyocr.stream import MicroBatch, loader
 from plugins.config import AccelConfig
 from plugins.core.checkpoint import seed_everything, sweep, write_atomically
@@ -74,7 +74,7 @@ def fit(
     """
     fields = {f.alias or name for name, f in AccelConfig.model_fields.items()}
     try:
-        settings, accel = read_settings(config, **{k: v for k, v in options.items() if k not in fields})
+        settings, accel = read_settings(config, fields, **{k: v for k, v in options.items() if k not in fields})
         chosen = _config({**accel, **{k: v for k, v in options.items() if k in fields}})
         seed_everything(settings.manualSeed if chosen.seed == "host" else int(chosen.seed))
         prepared = prepare(settings, train, valid)
@@ -84,11 +84,13 @@ def fit(
     start = last if resume is True else Path(resume) if resume else None
     own = start is not None and start.resolve() == last.resolve()
     if not own and (found := earlier_run(prepared)):
-        on = "resume=True goes on from it, " if found == last else ""
+        on = "resume=True (--resume) goes on from it, " if found == last else ""
         raise AccelError(
             f"experiment_name={settings.experiment_name}: {found} is there already; {on}"
             "another experiment_name or output leaves it alone"
         )
+    if wrong := in_the_way(prepared):
+        raise AccelError(f"{wrong}: is a folder, where this run writes a file of that name")
     try:
         with joined() as rank, claimed(prepared.folder, *FOLDERS) if rank == 0 else nullcontext():
             return _Run(prepared, chosen, rank, say).train(start, own)
@@ -337,6 +339,7 @@ class _Run:
             self.settings.num_iter,
             rows=self.at.history,
             writer=write_atomically,
+            warn=self.accel.session.warn,
             tensorboard=self.settings.tensorboard and self.first,
             progress=self.settings.progress and self.first,
         )

@@ -97,7 +97,8 @@ class Accelerated:
         self.scheduler = schedule(optimizer) if schedule is not None else None
         self._validating = self._entered = False
         self._planned = planned and self._measures()
-        chosen = self.config if self._planned else self._by_rule()
+        from_file = isinstance(self.config.plan, Path)  # which says everything
+        chosen = self.config if self._planned or from_file else self._by_rule()
         self.session = Session(chosen, host, say)
         self.layout = LoopLayout(model, self.device)
         try:
@@ -303,7 +304,14 @@ class Accelerated:
             return 1 if self.config.accumulate == "host" else int(self.config.accumulate)
         if micro_batch is None:
             raise AccelError(f"effective_batch={wanted}: needs micro_batch, the samples that each backward sees")
-        return max(1, math.ceil(int(wanted) / (micro_batch * self.world)))
+        step = micro_batch * self.world
+        if wanted % step:
+            near = f"{wanted // step * step} or {(wanted // step + 1) * step}" if wanted > step else str(step)
+            raise AccelError(
+                f"effective_batch={wanted}: not a multiple of the {step} samples of one step "
+                f"(micro_batch x processes); allowed near it: {near}"
+            )
+        return wanted // step
 
     def _scale_rate(self) -> None:
         if self.config.lr_scale == "off":

@@ -100,7 +100,7 @@ def test_a_first_update_is_won_back() -> None:
 
 
 def test_the_command(warnings: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("sys.argv", ["accel", "bench", "encoder", "--updates", "2", "--no-compile"])
+    monkeypatch.setattr("sys.argv", ["accel", "bench", "encoder", "--updates", "5", "--no-compile"])
     with pytest.raises(SystemExit) as ended:
         cli.main()
     assert not ended.value.code

@@ -138,7 +138,7 @@ def test_bf16_runs_forward_in_autocast_and_backward_outside():
 def test_channels_last_effective_batch_and_lr_scale():
     model = network()
     accel = Accelerated(
-        model, sgd(model.parameters()), micro_batch=4, effective_batch=10, lr_scale="linear", say=lambda line: None
+        model, sgd(model.parameters()), micro_batch=4, effective_batch=12, lr_scale="linear", say=lambda line: None
     )
     assert accel.accumulate == 3
     assert accel.optimizer.param_groups[0]["lr"] == pytest.approx(0.3)
@@ -177,6 +177,8 @@ def test_a_context_closes_the_last_window_and_an_error_does_not():
         ({"acumulate": 2}, "did you mean accumulate"),
         ({"accumulate": 0}, "accumulate=0: allowed are"),
         ({"effective_batch": 8}, "needs micro_batch"),
+        ({"effective_batch": 10, "micro_batch": 4}, "effective_batch=10: not a multiple of the 4 .*: 8 or 12"),
+        ({"effective_batch": 2, "micro_batch": 4}, "near it: 4"),
         ({"precision": "fp16"}, "precision=fp16: not on a CPU"),
         ({"compile": "on", "compile_scope": "regional"}, "no repeated blocks"),
     ],
@@ -250,7 +252,7 @@ def test_a_checkpoint_of_another_optimizer_changes_nothing(tmp_path):
     first.save(tmp_path / "adamw.pt")
     second = accelerated(network())
     before = copy.deepcopy(second.model.state_dict())
-    with pytest.raises(AccelError, match="another optimizer than SGD: AdamW"):
+    with pytest.raises(AccelError, match="another optimizer than this run's: AdamW there, SGD here"):
         second.resume(tmp_path / "adamw.pt")
     assert all(torch.equal(before[name], t) for name, t in second.model.state_dict().items())
 
@@ -272,7 +274,10 @@ def test_a_model_without_parameters():
     [
         ({"gradients": None}, "damaged: gradients is NoneType"),
         ({"window": []}, "damaged: window is list"),
-        ({"kinds": {"optimizer": "SGD", "schedule": "OneCycleLR"}}, "another schedule than none: OneCycleLR"),
+        (
+            {"kinds": {"optimizer": "SGD", "schedule": "OneCycleLR"}},
+            "OneCycleLR there, none here",
+        ),
     ],
 )
 def test_a_file_that_does_not_belong_here_changes_nothing(tmp_path, damage, message):

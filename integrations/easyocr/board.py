@@ -5,7 +5,8 @@ from __future__ import annotations
 import csv
 import io
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -34,12 +35,23 @@ class Row:
 
 
 class Board:
-    """One run's display. `rows` is the history, also of the run that this one resumes."""
+    """One run's display. `rows` is the history, also of the run that this one resumes.
+
+    TensorBoard's log is given up where it cannot be written, with a warning.
+    """
 
     def __init__(
-        self, folder: Path, total: int, *, rows: list[Row], writer: Writer, tensorboard: bool, progress: bool
+        self,
+        folder: Path,
+        total: int,
+        *,
+        rows: list[Row],
+        writer: Writer,
+        warn: Callable[[str], None],
+        tensorboard: bool,
+        progress: bool,
     ) -> None:
-        self.folder, self.rows, self.writer = folder, rows, writer
+        self.folder, self.rows, self.writer, self.warn = folder, rows, writer, warn
         self.bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
@@ -55,16 +67,26 @@ class Board:
             from torch.utils.tensorboard import SummaryWriter
 
             purge = rows[-1].update + 1 if rows else None
-            self.events = SummaryWriter(str(folder / "tensorboard"), purge_step=purge)
+            with self._giving_up():
+                self.events = SummaryWriter(str(folder / "tensorboard"), purge_step=purge)
         self.bar.start()
+
+    @contextmanager
+    def _giving_up(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self.events = None
+            self.warn(f"{self.folder / 'tensorboard'}: {error.strerror or error}; TensorBoard's log is given up")
 
     def training(self, update: int, loss: float, lr: float, speed: float) -> None:
         accuracy = f"{self.rows[-1].accuracy:.1%}" if self.rows else "-"
         self.bar.update(self.task, completed=update, loss=loss, accuracy=accuracy, speed=speed)
-        if self.events is not None:
-            self.events.add_scalar("train/loss", loss, update)
-            self.events.add_scalar("train/lr", lr, update)
-            self.events.add_scalar("train/samples_per_second", speed, update)
+        with self._giving_up():
+            if self.events is not None:
+                self.events.add_scalar("train/loss", loss, update)
+                self.events.add_scalar("train/lr", lr, update)
+                self.events.add_scalar("train/samples_per_second", speed, update)
 
     def validated(self, row: Row, samples: list[tuple[np.ndarray, str, str]]) -> None:
         """Adds a row to `log.csv`; `samples` are (grey picture, read, label)."""
@@ -74,20 +96,21 @@ class Board:
         writer.writeheader()
         writer.writerows(asdict(known) for known in self.rows)
         self.writer(self.folder / "log.csv", lambda file: file.write(table.getvalue().encode()))
-        if self.events is not None:
-            self.events.add_scalar("valid/loss", row.valid_loss, row.update)
-            self.events.add_scalar("valid/accuracy", row.accuracy, row.update)
-            self.events.add_scalar("valid/norm_ED", row.norm_ED, row.update)
-            self.events.add_text(
-                "valid/read", "  \n".join(f"`{read}` ({label})" for _, read, label in samples), row.update
-            )
-            for number, (grey, _, _) in enumerate(samples[:SAMPLES_SHOWN]):
-                self.events.add_image(f"valid/{number}", grey[None], row.update)
+        with self._giving_up():
+            if self.events is not None:
+                self.events.add_scalar("valid/loss", row.valid_loss, row.update)
+                self.events.add_scalar("valid/accuracy", row.accuracy, row.update)
+                self.events.add_scalar("valid/norm_ED", row.norm_ED, row.update)
+                read = "  \n".join(f"`{read}` ({label})" for _, read, label in samples)
+                self.events.add_text("valid/read", read, row.update)
+                for number, (grey, _, _) in enumerate(samples[:SAMPLES_SHOWN]):
+                    self.events.add_image(f"valid/{number}", grey[None], row.update)
 
     def close(self) -> None:
         self.bar.stop()
-        if self.events is not None:
-            self.events.close()
+        with self._giving_up():
+            if self.events is not None:
+                self.events.close()
 
 
 class Pace:

@@ -209,6 +209,9 @@ def read_any(source: Any, name: str, settings: Settings, skipped: Skipped) -> Li
     if not isinstance(source, (str, Path)):
         return read_dataset(source, name, settings.image_column, settings.text_column, skipped)
     root = Path(home(source))
+    if not root.is_dir():
+        found = "is a file" if root.is_file() else "no such folder"
+        raise EasyOCRError(f"{name.partition('=')[0]}={root}: {found}; expected folders of images with a labels.csv")
     if any((root / saved).is_file() for saved in ("dataset_info.json", "dataset_dict.json")):
         from datasets import load_from_disk
 

@@ -72,6 +72,8 @@ def check_name(name: str, folder: Path | None = None) -> None:
         found = importlib.util.find_spec(name)
     except ValueError:  # loaded already, and from no file: `__main__`
         raise EasyOCRError(f"experiment_name={name!r}: is a module of Python's own; {allowed}") from None
+    if found is not None and found.origin is None and name not in sys.modules:
+        found = None  # a bare folder, such as this run's own: a module of that name comes before it
     origin = Path(found.origin).resolve() if found and found.origin and found.has_location else None
     ours = (folder / f"{name}.py").resolve() if folder else None
     written_by_us = origin is not None and (origin == ours or _is_ours(origin))

@@ -44,6 +44,11 @@ class Prepared:
     def params(self) -> dict[str, int]:
         return network_params(self.settings)
 
+    @property
+    def exported(self) -> Exported:
+        """Where the Reader's three files lie, or will."""
+        return Exported(self.settings.experiment_name, self.folder / "model", self.folder / "user_network")
+
     def batches(self, edges: Sequence[int]) -> WidthBatches:
         """The training lines in batches; `edges` in px, the last one holds the widest line."""
         settings = self.settings

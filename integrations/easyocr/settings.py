@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -199,8 +200,12 @@ _WHY = {
 _SPELLINGS = {"freeze_FeatureFxtraction": "freeze_FeatureExtraction"}
 
 
-def read_settings(config: str | Path | dict[str, Any], **options: Any) -> tuple[Settings, dict[str, Any]]:
+def read_settings(
+    config: str | Path | dict[str, Any], others: Iterable[str] = (), /, **options: Any
+) -> tuple[Settings, dict[str, Any]]:
     """The settings of `config` (a yaml file or a mapping) with `options` laid over, and its `accel:` mapping.
+
+    `others`: names that the caller takes beside these, for its user's slips.
 
     Raises:
         EasyOCRError: an unreadable file, an unknown key, a value out of range or keys that contradict.
@@ -220,12 +225,14 @@ def read_settings(config: str | Path | dict[str, Any], **options: Any) -> tuple[
     try:
         return Settings(**values), accel
     except ValidationError as error:
-        raise EasyOCRError(f"{name}: {_one_line(error)}") from None
+        where = "" if error.errors()[0]["loc"][:1] in [(key,) for key in options] else f"{name}: "
+        raise EasyOCRError(where + _one_line(error, others)) from None
 
 
 def _load(path: Path) -> dict[str, Any]:
     if not path.is_file():
-        raise EasyOCRError(f"config={path}: no such file; expected the official trainer's yaml")
+        found = "is a folder" if path.is_dir() else "no such file"
+        raise EasyOCRError(f"config={path}: {found}; expected the official trainer's yaml")
     try:
         text = path.read_text(encoding="utf-8-sig")
         values, written = yaml.safe_load(text), yaml.load(text, Loader=yaml.BaseLoader)
@@ -241,13 +248,13 @@ def _load(path: Path) -> dict[str, Any]:
     return {str(key): value for key, value in {**values, **as_text}.items()}
 
 
-def _one_line(error: ValidationError) -> str:
+def _one_line(error: ValidationError, others: Iterable[str]) -> str:
     first = error.errors(include_url=False)[0]
     if not first["loc"]:
         return str(first["msg"]).removeprefix("Value error, ")
     key, value = str(first["loc"][0]), first["input"]
     if first["type"] == "extra_forbidden":
-        near = difflib.get_close_matches(key, [*Settings.model_fields, *_SPELLINGS], n=1)
+        near = difflib.get_close_matches(key, [*Settings.model_fields, *_SPELLINGS, *others], n=1)
         return f"{key}={value!r}: unknown key" + (f"; did you mean {near[0]}?" if near else "")
     if key in _WHY:
         return f"{key}={value!r}: allowed are {_WHY[key]}"

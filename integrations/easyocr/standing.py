@@ -18,7 +18,7 @@ from integrations.easyocr.scoring import Score
 from integrations.easyocr.weights import PREFIX
 
 LOST_SHOWN = 20
-STEPS = ("optim", "lr", "beta1", "rho", "eps", "schedule", "warmup")  # which a resumed run takes from its file
+STEPS = ("optim", "lr", "beta1", "rho", "eps")  # which a resumed run takes from its file
 
 
 @dataclass
@@ -54,6 +54,13 @@ def earlier_run(prepared: Prepared) -> Path | None:
     return next((path for path in kept if path.is_file()), None)
 
 
+def in_the_way(prepared: Prepared) -> Path | None:
+    """A folder in the place of a file that this run is to write."""
+    own = ("last.pt", "best_accuracy.pth", "best_norm_ED.pth", "log.csv", "curves.png", "mistakes.png")
+    paths = (*(prepared.folder / name for name in own), *prepared.exported.files)
+    return next((path for path in paths if path.is_dir()), None)
+
+
 @dataclass
 class Standing:
     """position: micro-batches this process has read; stale: validations since the best one."""
@@ -67,16 +74,10 @@ class Standing:
     history: list[Row] = field(default_factory=list)
     best: dict[str, Score] = field(default_factory=dict)
     exported: Exported | None = None
-    steps: dict[str, Any] = field(default_factory=dict)  # settings of the optimizer and its schedule, in force
+    steps: dict[str, Any] = field(default_factory=dict)  # settings of the optimizer, in force
 
     def __post_init__(self) -> None:
         self.steps = self._wanted_steps()
-
-    @property
-    def files(self) -> Exported:
-        """Where the Reader's three files lie, or will."""
-        folder = self.prepared.folder
-        return Exported(self.prepared.settings.experiment_name, folder / "model", folder / "user_network")
 
     @property
     def top(self) -> Score:
@@ -126,7 +127,7 @@ class Standing:
         settings, top = self.prepared.settings, self.top
         return Result(
             self.prepared.folder,
-            self.files,
+            self.prepared.exported,
             updates,
             top.accuracy,
             top.similarity,
@@ -158,7 +159,7 @@ class Standing:
     def other_steps(self, state: Mapping[str, Any]) -> str:
         """Those of `state` that are not this run's, as `lr=0.1, ...`."""
         own = self._wanted_steps()
-        return ", ".join(f"{k}={v}" for k, v in state.get("steps", own).items() if v != own.get(k))
+        return ", ".join(f"{k}={v}" for k, v in state.get("steps", own).items() if k in own and v != own[k])
 
     def load(self, state: Mapping[str, Any], own: bool) -> None:
         """`own`: the state is this folder's. The Reader's files are then those of its best weights; where they are
@@ -168,6 +169,7 @@ class Standing:
         self.steps = dict(state.get("steps", self.steps))
         self.best = {name: Score(**found) for name, found in state["best"].items()}
         self.history[:] = [Row(**row) for row in state["history"]]
-        self.exported = self.files if own and all(file.is_file() for file in self.files.files) else None
+        there = all(file.is_file() for file in self.prepared.exported.files)
+        self.exported = self.prepared.exported if own and there else None
         if self.exported is None:
             self.best = {}

@@ -21,6 +21,11 @@ class Layout(layout.Layout):
         super().__init__(model, trainer.args.device)
         self.trainer, self.compute_loss = trainer, compute_loss
 
+    @property
+    def host_precision(self) -> str:
+        args = self.trainer.args
+        return "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32"
+
     def undo(self) -> None:
         self.apply("host", "host")
 

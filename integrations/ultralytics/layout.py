@@ -37,11 +37,16 @@ class Layout(layout.Layout):
         average.ema.to(memory_format=order)
         average._pairs = None  # it caches tensors, and these have new storages
 
+    @property
+    def host_precision(self) -> str:
+        if not self.trainer.amp:
+            return "fp32"
+        return "bf16" if self.trainer.args.amp == "bf16" else "fp16"
+
     def loss(self) -> Tensor:
         """Forward and loss of a trial, in the autocast that the host's loop would give it."""
-        trainer = self.trainer
-        dtype = torch.bfloat16 if trainer.args.amp == "bf16" else torch.float16
-        with torch.autocast(trainer.device.type, dtype=dtype, enabled=bool(trainer.amp)):
+        dtype = layout.DTYPES.get(self.host_precision)
+        with torch.autocast(self.device.type, dtype=dtype, enabled=dtype is not None):
             value: Tensor = self.model({**self._batch})[0]
             return value
 

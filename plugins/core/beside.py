@@ -102,8 +102,9 @@ class Beside:
         except Exception as error:  # what fails without being watched comes again in the run's step, as its own error
             self.owner.warn(f"compile: its trial failed ({first_line(error)}); the run goes on eagerly")
             return self._refuse(TRIAL_FAILED)
-        if why := planning.too_little_to_fuse(learnt.fusable, device, plan.precision):
-            return self._refuse(why, settled=True)
+        precision = moment.trial.host_precision if plan.precision == "host" else plan.precision
+        if why := planning.too_little_to_fuse(learnt.fusable, device, precision):
+            return self._refuse(why)  # of this batch: one of another length may have more to fuse
         if why := self._too_short(cost, learnt.fusable, moment, step_seconds):
             return self._refuse(why)
         if not captured.calls:

@@ -40,7 +40,7 @@ class Lessons:
         Args:
             layouts: plans without compile that this run would try.
         """
-        self.key = fingerprint(self.model, self._bounded(moment.shape), self.device, self._settings())
+        self.key = fingerprint(self.model, self._bounded(moment.shape), self.device, self._settings(moment))
         if self.memory is None:
             return None
         self.memory.writable()  # a folder that is not says so now, not when the run has nothing left to learn
@@ -94,7 +94,7 @@ class Lessons:
         """The shape with 0 for the dimensions that vary from batch to batch."""
         return tuple(0 if at in self.compilation.dims else n for at, n in enumerate(shape))
 
-    def _settings(self) -> list[Any]:
+    def _settings(self, moment: Moment) -> list[Any]:
         config = self.compilation.config
         compile_ = [config.compile_scope, config.compile_exclude, *self.compilation.arguments("whole").items()]
-        return [self.start.plan.as_dict(), sorted(self.start.open_fields), compile_]
+        return [moment.trial.host_precision, self.start.plan.as_dict(), sorted(self.start.open_fields), compile_]

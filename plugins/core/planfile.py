@@ -15,7 +15,7 @@ from pydantic import Field, NonNegativeInt
 from plugins.config import AccelConfig
 from plugins.core.checkpoint import write_atomically
 from plugins.core.plan import Plan
-from plugins.core.precision import resolve
+from plugins.core.precision import Unsupported, resolve
 from plugins.core.record import AnyPlan, Record
 
 PLAN_NAME = "accel_plan.json"
@@ -76,8 +76,11 @@ class Start:
         switches = read_switches(config.plan) if isinstance(config.plan, Path) else None
         precision: str = config.precision
         for switch in switches or ():
-            resolve(switch.plan.precision, device)
             _agrees(switch, config)
+            try:
+                resolve(switch.plan.precision, device)
+            except Unsupported as error:
+                raise PlanError(f"plan={config.plan}: from update {switch.update} on, {error}") from None
         if precision == "auto" and (measures or switches is not None):
             precision = "host"  # a file without switches is of a run in which nothing won
         layout = "host" if config.memory_format == "auto" else config.memory_format
@@ -90,7 +93,8 @@ def _agrees(switch: Switch, config: AccelConfig) -> None:
     """Raises PlanError where the settings fix a precision or a layout, and the file says another."""
     for name in ("precision", "memory_format"):
         fixed, said = getattr(config, name), getattr(switch.plan, name)
-        if fixed not in ("auto", "host", said):
+        left = fixed == "auto" or (name == "precision" and name not in config.model_fields_set)
+        if not left and fixed != said:
             raise PlanError(
                 f"plan={config.plan}: says {name}={said} from update {switch.update} on, which contradicts "
                 f"{name}={fixed}: leave one of them out"

@@ -278,7 +278,8 @@ class Planner:
         """Why it runs as it does, where no measurement says so."""
         plan = self.compilation.config.plan
         if isinstance(plan, Path):
-            return f"as plan={plan} says"
+            ahead = f", which is to switch at update {self.given[0].update}" if self.given else ""
+            return f"as plan={plan} says{ahead}"
         if plan == "off":
             return "plan=off measures nothing"
         if dist.is_initialized() and dist.get_world_size() > 1:

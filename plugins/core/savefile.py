@@ -55,7 +55,7 @@ def refuse_other(
         raise AccelError(f"{path}: of another model: {odd} is {_shape(there, odd)} there, {_shape(here, odd)} here")
     for name, kind in kinds(optimizer, scheduler).items():
         if (saved := state.get("kinds", {}).get(name, kind)) != kind:
-            raise AccelError(f"{path}: saved with another {name} than {kind}: {saved}")
+            raise AccelError(f"{path}: saved with another {name} than this run's: {saved} there, {kind} here")
     if why := _other_optimizer(state["optimizer"], optimizer):
         raise AccelError(f"{path}: saved with another optimizer than {type(optimizer).__name__}: {why}")
 

@@ -24,9 +24,13 @@ UNFUSED_ON_CPU = ("bernoulli", "rand", "clone", "copy", "embedding", "index", "g
 class Trial(Protocol):
     """What a host offers at a window's start.
 
+    `host_precision` is that of the host's own autocast, fp32 without one.
     `loss` runs forward and loss on the batch at hand, in the host's autocast; `apply` switches; in `bare` the model
     is without what was put on it, to be handed to another process.
     """
+
+    @property
+    def host_precision(self) -> str: ...
 
     def loss(self) -> Tensor: ...
 

@@ -81,6 +81,8 @@ class Host:
 
     # -- what a trial asks for
 
+    host_precision = "fp32"
+
     def loss(self) -> Tensor:
         self.losses += 1
         plan = self._compiled(self.plan)

@@ -10,7 +10,6 @@ from plugins.config import AccelConfig
 from plugins.core import planfile
 from plugins.core.plan import Plan
 from plugins.core.planfile import PLAN_NAME, PlanError, Start, Switch, read_switches, write_switches
-from plugins.core.precision import Unsupported
 from tests.core.tiny import CPU
 
 BF16 = Plan("bf16", "channels_last")
@@ -42,7 +41,7 @@ def test_a_file_without_switches_is_the_hosts_own_run(tmp_path: Path) -> None:
 
 def test_a_file_for_another_device_is_refused(tmp_path: Path) -> None:
     path = write_switches(tmp_path, Plan(), [Switch(2, Plan("fp16"))])
-    with pytest.raises(Unsupported, match="not on a CPU"):
+    with pytest.raises(PlanError, match=r"plan.json: from update 2 on, .*not on a CPU"):
         start(plan=path)
     assert Start(switches=tuple(read_switches(path))).in_fp16
     assert not start(precision="bf16").in_fp16
@@ -87,6 +86,7 @@ def test_a_file_that_is_none_is_one_line(tmp_path: Path, text: str | None, why: 
     ("fixed", "told"),
     [
         ({"precision": "fp32"}, "says precision=bf16 from update 2 on, which contradicts precision=fp32"),
+        ({"precision": "host"}, "which contradicts precision=host"),
         ({"memory_format": "channels_last"}, "memory_format=host from update 2 on, which contradicts"),
     ],
 )

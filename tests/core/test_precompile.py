@@ -153,6 +153,20 @@ def test_code_that_does_not_win_is_not_run(host: Host, monkeypatch: pytest.Monke
     assert all(m._compiled_call_impl is None for m in host.model.modules())
 
 
+def test_in_the_hosts_bf16_as_well(host: Host, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What is found there is no lesson for a run of the same model in fp32."""
+    stand_in(monkeypatch, READY)
+    monkeypatch.setattr(beside, "fusable_share", lambda *args: fusable(*args) and 0.12)
+    host.host_precision = "bf16"
+    planner = run(host, cache_dir=tmp_path, precision="host")
+    assert "12% of a step" in planner.beside.learnt.reason
+    assert not planner.beside.learnt.settled  # another batch may have more
+    again, other = new_host(host.clock), new_host(host.clock)
+    again.host_precision = "bf16"
+    assert run(again, cache_dir=tmp_path, precision="host").lessons.key == planner.lessons.key
+    assert run(other, cache_dir=tmp_path, precision="host").lessons.key != planner.lessons.key
+
+
 @pytest.mark.parametrize("share", [0.12, 0.5])
 def test_in_bf16_on_a_cpu_a_compile_needs_more_to_fuse(
     host: Host, monkeypatch: pytest.MonkeyPatch, share: float

@@ -97,6 +97,8 @@ def test_the_fusable_share_leaves_out_matrix_products(monkeypatch: pytest.Monkey
 class InAutocast:
     """A trial inside a host's autocast, whose cache of cast weights outlives a step."""
 
+    host_precision = "bf16"
+
     def __init__(self) -> None:
         self.conv = nn.Conv2d(4, 8, 3)
         self.layouts: list[tuple[str, bool]] = []

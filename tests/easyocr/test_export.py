@@ -56,6 +56,19 @@ def test_names_that_the_reader_cannot_import_are_refused(name):
         export.check_name(name)
 
 
+def test_a_bare_folder_of_that_name_is_no_module(monkeypatch, tmp_path):
+    """Such as the experiment's own, where `output` is on Python's path."""
+    for name in ("bare_net", "packed_net"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "packed_net" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(EasyOCRError, match="another module of that name"):
+        export.check_name("packed_net")
+    export.check_name("bare_net")
+    _, done = written(tmp_path / "bare_net", "abc", "bare_net")
+    done.reader(["en"], detector=False)
+
+
 def test_a_name_too_long_for_its_files_is_refused(tmp_path):
     written(tmp_path, "abc", "n" * 200)
     with pytest.raises(EasyOCRError, match=r"experiment_name=é+…: is 202 bytes long, allowed are 200"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import errno
 import json
 import os
 import signal
@@ -261,6 +262,7 @@ def test_hugging_face_data_sets_and_the_official_preprocessing(tiny):
         ({"accel": {"compile": "on", "compile_scope": ["nothing*"]}}, "compile_scope=nothing*"),
         ({"select_data": "no_such"}, "no_such: no such folder"),
         ({"nonsense": 1}, "nonsense=1: unknown key"),
+        ({"valid_data": __file__}, f"valid_data={__file__}: is a file"),
     ],
 )
 def test_a_mistake_is_one_line_and_nothing_is_written(tiny, tmp_path, change, told):
@@ -274,7 +276,7 @@ def test_a_mistake_is_one_line_and_nothing_is_written(tiny, tmp_path, change, to
 def test_nothing_written_before_is_lost(tiny):
     first = fit(tiny, **SILENT)
     before = (first.folder / "last.pt").read_bytes()
-    with pytest.raises(AccelError, match=r"last.pt is there already; resume=True goes on"):
+    with pytest.raises(AccelError, match=r"last.pt is there already; resume=True \(--resume\) goes on"):
         fit(tiny, **SILENT)
     with pytest.raises(AccelError, match="of another model: FeatureExtraction"):
         fit({**tiny, "output_channel": 32}, resume=True, **SILENT)
@@ -378,12 +380,54 @@ def test_an_output_that_is_a_file(tiny, tmp_path):
     assert (tmp_path / "taken").read_text() == "mine"
 
 
-def test_a_folder_in_the_place_of_a_file_is_one_line(tiny):
+@pytest.mark.parametrize("name", ["log.csv", "last.pt", "model/tiny_numbers.pth", "mistakes.png"])
+def test_a_folder_in_the_place_of_a_file_is_refused_before_training(tiny, name):
     folder = Path(tiny["output"]) / tiny["experiment_name"]
-    (folder / "log.csv").mkdir(parents=True)
-    with pytest.raises(AccelError, match=r"log\.csv: Is a directory") as caught:
+    (folder / name).mkdir(parents=True)
+    before = sorted(folder.rglob("*"))
+    with pytest.raises(AccelError, match=f"{name}: is a folder"):
         fit(tiny, **SILENT)
+    assert sorted(folder.rglob("*")) == before
+
+
+def test_a_full_disk_is_one_line_and_what_was_saved_is_untouched(tiny, monkeypatch):
+    first = fit(tiny, **SILENT)
+    before = (first.folder / "last.pt").read_bytes()
+
+    def full(path, fill):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    monkeypatch.setattr(plug, "write_atomically", full)
+    with pytest.raises(AccelError, match=r"log\.csv: No space left on device") as caught:
+        fit(tiny, num_iter=12, resume=True, **SILENT)
     assert "\n" not in str(caught.value)
+    assert (first.folder / "last.pt").read_bytes() == before
+
+
+@pytest.mark.parametrize("when", ["at the start", "later"])
+def test_a_log_of_tensorboard_that_cannot_be_written_ends_no_training(tiny, monkeypatch, when):
+    folder, lines = Path(tiny["output"]) / tiny["experiment_name"], []
+    if when == "at the start":
+        folder.mkdir(parents=True)
+        (folder / "tensorboard").touch()
+    else:
+
+        def full(self, *args, **kwargs):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        monkeypatch.setattr("torch.utils.tensorboard.SummaryWriter.add_scalar", full)
+    result = fit({**tiny, "tensorboard": True}, say=lines.append)
+    assert (result.stopped, result.updates) == ("num_iter", 6)
+    assert sum("TensorBoard's log is given up" in line for line in lines) == 1
+
+
+def test_a_resumed_run_takes_the_schedule_that_it_is_given(tiny):
+    lines = []
+    fit(tiny, schedule="cosine", **SILENT)
+    changed = fit(tiny, schedule="onecycle", num_iter=12, resume=True, say=lines.append)
+    straight = fit({**tiny, "experiment_name": "straight"}, schedule="onecycle", num_iter=12, **SILENT)
+    assert [row.lr for row in changed.history[2:]] == [row.lr for row in straight.history[2:]]
+    assert not any("goes on as it was saved" in line for line in lines)
 
 
 def test_two_runs_at_once_in_one_folder(tiny):

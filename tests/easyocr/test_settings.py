@@ -80,6 +80,16 @@ def test_characters_are_taken_as_written(tmp_path):
     assert (settings.number, settings.symbol, settings.lang_char) == ("01234567", "", "yes")
 
 
+def test_a_slip_is_answered_with_what_the_caller_takes_too(tmp_path):
+    with pytest.raises(EasyOCRError, match=r"^precison='bf16': unknown key; did you mean precision\?"):
+        read_settings({}, ["precision"], precison="bf16")
+    with pytest.raises(EasyOCRError, match="is a folder; expected the official"):
+        read_settings(tmp_path)
+    (tmp_path / "a.yaml").write_text("lr: -1\n", encoding="utf-8")
+    with pytest.raises(EasyOCRError, match=r"a\.yaml: lr=-1"):
+        read_settings(tmp_path / "a.yaml", ["precision"], num_iter=3)
+
+
 def test_paths_from_the_home_folder(monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
     settings, _ = read_settings({"output": "~/runs", "saved_model": "~/a.pth", "train_data": "~nobody-of-this-name/x"})
