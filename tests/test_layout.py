@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -76,3 +78,24 @@ def test_what_follows_the_first_convolution_is_laid_out_too(channels: int) -> No
     layout.apply("host", "host")
     assert strides(model) == before
     assert model(torch.rand(2, channels, 6, 5)).is_contiguous()
+
+
+@pytest.mark.parametrize("bf16", [True, False])
+def test_the_precision_of_the_hosts_own_autocast(bf16: bool) -> None:
+    """Where the plan leaves precision to the host, this is what runs."""
+    from integrations.huggingface import layout as hf
+    from integrations.patches import Patches
+    from integrations.ultralytics import layout as ultralytics
+
+    args = SimpleNamespace(device=CPU, bf16=bf16, fp16=False, amp="bf16")
+    trainer = SimpleNamespace(args=args, device=CPU, amp=bf16)
+    model = nn.Identity()
+    model.loss = lambda batch: batch  # type: ignore[assignment]
+    wanted = "bf16" if bf16 else "fp32"
+    assert hf.Layout(trainer, nn.Identity(), None).host_precision == wanted
+    assert ultralytics.Layout(trainer, model, Patches()).host_precision == wanted
+    assert LoopLayout(model, CPU).host_precision == "fp32"
+    args.amp, args.bf16, args.fp16 = True, False, bf16
+    wanted = "fp16" if bf16 else "fp32"
+    assert hf.Layout(trainer, nn.Identity(), None).host_precision == wanted
+    assert ultralytics.Layout(trainer, model, Patches()).host_precision == wanted
