@@ -289,7 +289,8 @@ def test_a_fork_of_the_run_leaves_the_worker_alone(monkeypatch: pytest.MonkeyPat
 
 REAL = "import time; from plugins.core import precompile as p; p.run = lambda job: time.sleep(600); p.main()"
 RUN = f"""
-import sys, time, tempfile
+import signal, sys, time, tempfile
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a shell inherits that it is ignored
 tempfile.tempdir = sys.argv[1]
 from plugins.core import precompile
 precompile.command = lambda: [sys.executable, "-c", {REAL!r}]
