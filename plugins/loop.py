@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from integrations.layout import LoopLayout
+from integrations.seam import UnsupportedRun, micro_batches
 from plugins.config import AccelConfig
 from plugins.core import checkpoint, precision, savefile
 from plugins.core.compile import CompileRefused
@@ -304,14 +305,10 @@ class Accelerated:
             return 1 if self.config.accumulate == "host" else int(self.config.accumulate)
         if micro_batch is None:
             raise AccelError(f"effective_batch={wanted}: needs micro_batch, the samples that each backward sees")
-        step = micro_batch * self.world
-        if wanted % step:
-            near = f"{wanted // step * step} or {(wanted // step + 1) * step}" if wanted > step else str(step)
-            raise AccelError(
-                f"effective_batch={wanted}: not a multiple of the {step} samples of one step "
-                f"(micro_batch x processes); allowed near it: {near}"
-            )
-        return wanted // step
+        try:
+            return micro_batches(wanted, micro_batch * self.world, "micro_batch x processes")
+        except UnsupportedRun as error:
+            raise AccelError(str(error)) from None
 
     def _scale_rate(self) -> None:
         if self.config.lr_scale == "off":

@@ -276,7 +276,7 @@ def test_a_model_without_parameters():
         ({"window": []}, "damaged: window is list"),
         (
             {"kinds": {"optimizer": "SGD", "schedule": "OneCycleLR"}},
-            "OneCycleLR there, none here",
+            "another schedule than this run's: OneCycleLR there, none here",
         ),
     ],
 )

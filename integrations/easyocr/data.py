@@ -17,7 +17,7 @@ from PIL import Image
 
 from integrations.easyocr.charset import fold_case
 from integrations.easyocr.errors import EasyOCRError
-from integrations.easyocr.settings import Settings, home
+from integrations.easyocr.settings import Settings
 
 HEADER = "filename,words"
 # The Reader scales to a height and keeps the whole width, so one odd crop could take all memory. Lines across a page
@@ -150,10 +150,11 @@ def read_labels(leaf: Path) -> list[tuple[str, str]]:
     return pairs
 
 
-def leaves(root: Path) -> list[Path]:
-    """Folders under `root`, itself included, that hold a labels.csv; sorted by path."""
+def leaves(root: Path, name: str) -> list[Path]:
+    """Folders under `root`, itself included, that hold a labels.csv; sorted by path. `name`: the set's, `field=...`."""
     if not root.is_dir():
-        raise EasyOCRError(f"{root}: no such folder; expected folders of images with a labels.csv")
+        why = "is a file" if root.is_file() else "no such folder"
+        raise EasyOCRError(f"{name.partition('=')[0]}={root}: {why}; expected folders of images with a labels.csv")
     found = sorted(path.parent for path in root.rglob("labels.csv"))
     if not found:
         raise EasyOCRError(f"{root}: no labels.csv in it or below; expected one a folder, with header {HEADER}")
@@ -163,7 +164,7 @@ def leaves(root: Path) -> list[Path]:
 def read_folder(root: Path, name: str, skipped: Skipped) -> LineSet:
     """Every readable row of every leaf under `root`. Missing and corrupt pictures are counted in `skipped`."""
     lines = []
-    for leaf in leaves(root):
+    for leaf in leaves(root, name):
         for file_name, label in read_labels(leaf):
             path = leaf / file_name
             size = _size(path)
@@ -208,10 +209,7 @@ def read_any(source: Any, name: str, settings: Settings, skipped: Skipped) -> Li
     """A folder of leaves, a plain folder, a data set saved with `save_to_disk`, or a data set object."""
     if not isinstance(source, (str, Path)):
         return read_dataset(source, name, settings.image_column, settings.text_column, skipped)
-    root = Path(home(source))
-    if not root.is_dir():
-        found = "is a file" if root.is_file() else "no such folder"
-        raise EasyOCRError(f"{name.partition('=')[0]}={root}: {found}; expected folders of images with a labels.csv")
+    root = Path(source)
     if any((root / saved).is_file() for saved in ("dataset_info.json", "dataset_dict.json")):
         from datasets import load_from_disk
 

@@ -30,6 +30,11 @@ class Exported:
     model_storage_directory: Path
     user_network_directory: Path
 
+    @classmethod
+    def under(cls, folder: Path, name: str) -> Exported:
+        """Where they lie in an experiment folder."""
+        return cls(name, folder / "model", folder / "user_network")
+
     @property
     def files(self) -> list[Path]:
         return [
@@ -117,7 +122,7 @@ def write(
     Raises:
         EasyOCRError: a bad name, or a character set that YAML cannot carry.
     """
-    exported = Exported(name, folder / "model", folder / "user_network")
+    exported = Exported.under(folder, name)
     check_name(name, exported.user_network_directory)
     text = _yaml(params, height, lang_list, characters)
     for directory in (exported.model_storage_directory, exported.user_network_directory):

@@ -47,7 +47,7 @@ class Prepared:
     @property
     def exported(self) -> Exported:
         """Where the Reader's three files lie, or will."""
-        return Exported(self.settings.experiment_name, self.folder / "model", self.folder / "user_network")
+        return Exported.under(self.folder, self.settings.experiment_name)
 
     def batches(self, edges: Sequence[int]) -> WidthBatches:
         """The training lines in batches; `edges` in px, the last one holds the widest line."""
@@ -143,11 +143,11 @@ def _training_sources(settings: Settings, train: Any) -> list[tuple[str, Any]]:
         if settings.select_data != [""]:
             raise EasyOCRError(f"select_data={settings.select_data}: a data set object has no folders to select from")
         return [("train_data", train)]
-    root = Path(home(_given(train, settings.train_data, "train_data")))
+    root = Path(_given(train, settings.train_data, "train_data"))
     return [(f"train_data={root / part}", root / part) for part in settings.select_data]
 
 
 def _given(source: Any, configured: str, key: str) -> Any:
     if source is None and not configured:
         raise EasyOCRError(f"{key}='': expected a folder of images with a labels.csv, or a data set")
-    return configured if source is None else source
+    return configured if source is None else home(source)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -38,10 +38,14 @@ def _optional_name(value: Any) -> Any:
 
 
 def home(value: Any) -> Any:
-    """A path with `~` as the user's home, as in a shell; an unknown `~user` stays as it is."""
+    """A path with `~` as the user's home, as in a shell; an unknown `~user` and what is no path stay as they are."""
+    return os.path.expanduser(value) if isinstance(value, (str, Path)) else value  # noqa: PTH111 - Path's own raises
+
+
+def _file(value: Any) -> Any:
     if isinstance(value, str) and "\0" in value:
         raise ValueError("a path; none holds a null character")
-    return os.path.expanduser(value) if isinstance(value, (str, Path)) else value  # noqa: PTH111 - Path's own raises
+    return home(value)
 
 
 def _optimizer(value: Any) -> Any:
@@ -81,7 +85,7 @@ Whole = Annotated[int, Number]
 Count = Annotated[Whole, Field(ge=1)]
 Share = Annotated[float, Number, Field(ge=0, le=1)]
 Text = Annotated[str, BeforeValidator(_text)]
-File = Annotated[str, BeforeValidator(home)]
+File = Annotated[str, BeforeValidator(_file)]
 
 
 class Settings(BaseModel):
@@ -225,8 +229,9 @@ def read_settings(
     try:
         return Settings(**values), accel
     except ValidationError as error:
-        where = "" if error.errors()[0]["loc"][:1] in [(key,) for key in options] else f"{name}: "
-        raise EasyOCRError(where + _one_line(error, others)) from None
+        first = error.errors(include_url=False)[0]
+        where = "" if first["loc"] and first["loc"][0] in options else f"{name}: "
+        raise EasyOCRError(where + _one_line(first, others)) from None
 
 
 def _load(path: Path) -> dict[str, Any]:
@@ -248,8 +253,7 @@ def _load(path: Path) -> dict[str, Any]:
     return {str(key): value for key, value in {**values, **as_text}.items()}
 
 
-def _one_line(error: ValidationError, others: Iterable[str]) -> str:
-    first = error.errors(include_url=False)[0]
+def _one_line(first: Mapping[str, Any], others: Iterable[str]) -> str:
     if not first["loc"]:
         return str(first["msg"]).removeprefix("Value error, ")
     key, value = str(first["loc"][0]), first["input"]

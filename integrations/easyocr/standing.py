@@ -49,8 +49,7 @@ class Result:
 
 def earlier_run(prepared: Prepared) -> Path | None:
     """What an earlier run left in the experiment folder that a new one would write over."""
-    folder, name = prepared.folder, prepared.settings.experiment_name
-    kept = (folder / "last.pt", folder / "best_accuracy.pth", folder / "model" / f"{name}.pth")
+    kept = (prepared.folder / "last.pt", prepared.folder / "best_accuracy.pth", prepared.exported.files[0])
     return next((path for path in kept if path.is_file()), None)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from integrations.huggingface.holding import Held
 from integrations.huggingface.lengths import most_positions
-from integrations.seam import UnsupportedRun
+from integrations.seam import UnsupportedRun, micro_batches
 
 
 def refuse_contradictions(trainer: Any, config: Any) -> None:
@@ -70,14 +70,7 @@ def effective_accumulation(trainer: Any, config: Any) -> int:
     if config.effective_batch == "host":
         return int(trainer.args.gradient_accumulation_steps)
     step = trainer.args.train_batch_size * max(trainer.args.world_size, 1)
-    if config.effective_batch % step:
-        below, above = config.effective_batch // step * step, math.ceil(config.effective_batch / step) * step
-        near = f"{below} or {above}" if below else str(above)
-        raise UnsupportedRun(
-            f"effective_batch={config.effective_batch}: not a multiple of the {step} samples of one step "
-            f"(per_device_train_batch_size x devices); allowed near it: {near}"
-        )
-    return int(config.effective_batch // step)
+    return micro_batches(int(config.effective_batch), step, "per_device_train_batch_size x devices")
 
 
 def apply(trainer: Any, config: Any, patches: Held) -> None:

@@ -83,12 +83,13 @@ class Lessons:
     def _offered(self, layouts: Sequence[Plan]) -> set[Plan]:
         """Every plan that this run could come to by itself, on this device."""
         offered = {self.start.plan, *layouts}
-        if "compile" in self.start.open_fields:
-            modules, scope = self.compilation.modules()
-            able = [] if planning.cannot_gain(modules, self.device) else list(offered)
-            ways = (False, True) if self.compilation.may_use_cuda_graphs else (False,)
-            offered.update(replace(plan, compile=scope, cuda_graphs=way) for plan in able for way in ways)
-        return offered
+        if "compile" not in self.start.open_fields:
+            return offered
+        modules, scope = self.compilation.modules()
+        if planning.cannot_gain(modules, self.device):
+            return offered
+        ways = (False, True) if self.compilation.may_use_cuda_graphs else (False,)
+        return offered | {replace(plan, compile=scope, cuda_graphs=way) for plan in offered for way in ways}
 
     def _bounded(self, shape: Iterable[int]) -> tuple[int, ...]:
         """The shape with 0 for the dimensions that vary from batch to batch."""

@@ -9,6 +9,7 @@ import contextlib
 import math
 import resource
 import sys
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -88,19 +89,23 @@ def free_gib(device: torch.device) -> float:
 def _left_of_container() -> float:
     """Bytes below the limit of this process's control group, or of one that holds it; cached files can go."""
     left = math.inf
+    for group, limit, use, cached in _groups():
+        with contextlib.suppress(OSError, ValueError, KeyError):  # no such group, or `max`: no limit
+            stat = dict(entry.split() for entry in (group / "memory.stat").read_text().splitlines())
+            most, used = (int((group / file).read_text()) for file in (limit, use))
+            left = min(left, max(most - used + int(stat[cached]), 0))
+    return left
+
+
+def _groups() -> Iterator[tuple[Path, str, str, str]]:
+    """Where the memory of this process may be limited, with the names of limit, use and what can go."""
     for line in _GROUPS.read_text().splitlines() if _GROUPS.exists() else ():
         _, controllers, path = line.split(":", 2)
-        for name, folder, limit, use, cached in _LIMITS:
-            if name not in controllers.split(","):
-                continue
-            inside = Path(path.lstrip("/"))
-            for group in (inside, *inside.parents):  # inside a container the mount itself is its group
-                at = _MOUNT / folder / group
-                with contextlib.suppress(OSError, ValueError, KeyError):  # `max`: no limit
-                    stat = dict(entry.split() for entry in (at / "memory.stat").read_text().splitlines())
-                    most, used = (int((at / file).read_text()) for file in (limit, use))
-                    left = min(left, max(most - used + int(stat[cached]), 0))
-    return left
+        inside = Path(path.lstrip("/"))
+        for name, folder, *files in _LIMITS:
+            if name in controllers.split(","):
+                for group in (inside, *inside.parents):  # inside a container the mount itself is its group
+                    yield (_MOUNT / folder / group, *files)  # type: ignore[misc]
 
 
 def room_for_worker(device: torch.device) -> bool:

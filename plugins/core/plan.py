@@ -22,12 +22,12 @@ from plugins.core.precision import bf16_is_fast
 TRIAL_SHARE = 0.02  # of the time that is left: what trials may cost in all
 COMPILE_SHARE = 0.10  # of the time that is left: what a compile that is likely to pay may cost
 LIKELY_SHARE = 0.18  # of a step that can be fused: from there a compile is likely to pay (0.16 gained 5 %)
+HALF_SHARE = 0.3  # the same on a CPU in half precision, below which it lost: at 0.12 15 %; at 0.4 it gained 13 %
 REPEATS = 2  # timed steps a candidate, after one that is not timed
 EXPECTED = 0.6  # of the plain step: what a candidate worth a trial is expected to take
 HOPELESS = 1.5  # times the plain step: a candidate whose first step takes longer is not timed further
 TOLERANCE = {"fp32": 1e-3, "host": 1e-3, "fp16": 2e-2, "bf16": 8e-2}  # relative difference of the same batch's loss
 RANDOM_RANGES = 3.0  # of the losses seen of either plan, where dropout makes them differ
-HALF_SHARE = 0.3  # the same on a CPU in half precision, below which it lost: at 0.12 15 %; at 0.4 it gained 13 %
 GAIN = 1.0  # of the fusable share: what fusing may save (0.84 measured of blocks of pointwise work)
 START_SECONDS = 6.0  # of a worker: it imports torch and its compiler, and precompiles headers
 PATIENCE = 3.0  # times the guess: what a worker beside the run may take at least

@@ -93,8 +93,7 @@ def _agrees(switch: Switch, config: AccelConfig) -> None:
     """Raises PlanError where the settings fix a precision or a layout, and the file says another."""
     for name in ("precision", "memory_format"):
         fixed, said = getattr(config, name), getattr(switch.plan, name)
-        left = fixed == "auto" or (name == "precision" and name not in config.model_fields_set)
-        if not left and fixed != said:
+        if name in config.model_fields_set and fixed not in ("auto", said):
             raise PlanError(
                 f"plan={config.plan}: says {name}={said} from update {switch.update} on, which contradicts "
                 f"{name}={fixed}: leave one of them out"

@@ -85,9 +85,9 @@ def test_a_crop_too_long_to_keep_its_width_is_left_out(tmp_path):
 
 def test_errors_name_the_file(tmp_path):
     with pytest.raises(EasyOCRError, match="no such folder"):
-        leaves(tmp_path / "none")
+        leaves(tmp_path / "none", "train_data")
     with pytest.raises(EasyOCRError, match=r"no labels.csv"):
-        leaves(tmp_path)
+        leaves(tmp_path, "train_data")
     folder = write_folder(tmp_path / "x", ["abc"])
     with pytest.raises(EasyOCRError, match=r"no line is left to train on .*characters outside the set"):
         served(folder, number="0123456789")

@@ -390,6 +390,11 @@ def test_a_folder_in_the_place_of_a_file_is_refused_before_training(tiny, name):
     assert sorted(folder.rglob("*")) == before
 
 
+def test_a_path_that_none_can_be_is_one_line(tiny):
+    with pytest.raises(AccelError, match="no such folder"):
+        fit(tiny, train="a\0b", **SILENT)
+
+
 def test_a_full_disk_is_one_line_and_what_was_saved_is_untouched(tiny, monkeypatch):
     first = fit(tiny, **SILENT)
     before = (first.folder / "last.pt").read_bytes()
