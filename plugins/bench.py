@@ -177,7 +177,7 @@ def plugged(model: nn.Module, batch: Tensor, plan: Plan, folder: str) -> Steps:
                 loss = model(images).float().square().mean()
             accel.backward(loss, weight=len(batch))
             if plan.compile != "eager" and not accel.session.compilation.active:
-                raise AccelError(accel.session.report.compile.reason)
+                raise AccelError(accel.session.compilation.decision.outcome.reason)
             yield _since(began, batch.device)
 
 

@@ -75,7 +75,7 @@ class Saving:
                 "average_updates": average.updates if average is not None else 0,
                 "counts": self.session.counts(),
                 "plan": self.session.planner.plan.as_dict(),
-                "measured": self.session.planner.state == "done",
+                "measured": self.session.planner.measured,
             },
             folder / checkpoints.STATE,
         )

@@ -17,11 +17,13 @@ import torch
 
 from plugins.core import memory
 from plugins.core import plan as planning
+from plugins.core.capture import Captured
 from plugins.core.compilation import Compilation
 from plugins.core.compile import CUDA_GRAPH_MODES, first_line
 from plugins.core.contest import TRIAL_FAILED, Contest, Owner
+from plugins.core.decision import CompileOutcome, CompileResult, CompileStage
 from plugins.core.plan import Plan, Timing
-from plugins.core.precompile import Captured, Worker
+from plugins.core.precompile import Worker, WorkerState
 from plugins.core.toolchain import may_limit
 from plugins.core.trial import Moment, NotFinite, fusable_share
 from plugins.errors import AccelError
@@ -29,7 +31,8 @@ from plugins.errors import AccelError
 
 @dataclass
 class Learnt:
-    """What is known of compiling this work. `settled`: another run of any length would come to the same.
+    """What is known of compiling this work. `settled`: another run of any length would come to the same; `reason`:
+    what it came to, for a person.
 
     Seconds: `cold` of the worker, `warm` until the code ran from the cache, `saved` a micro-batch; `given_up` is the
     budget that an earlier worker outlived. `fusable`: the share of a step that a compile could save.
@@ -55,12 +58,6 @@ def has_spare_core(device: torch.device) -> bool:
 
 POLL_SECONDS = 0.05
 IN_RUN_SECONDS = 12.0  # of a compile: a worker takes 3 to 4 s more, and is the safer end of one that hangs
-PASSING = ("CppCompileError", "Errno", "MemoryError", "out of memory", "killed", "Killed", "its worker failed without")
-
-
-def lasts(fault: str) -> bool:
-    """Whether a compile would fail so again: a full disk, a broken C++ compiler or an ended process may be mended."""
-    return not any(words in fault for words in PASSING)
 
 
 class Beside:
@@ -78,16 +75,16 @@ class Beside:
         self._waits = self._graphs = False
 
     def begin(self, moment: Moment, plan: Plan, step_seconds: float) -> bool:
-        """Whether a compile is under way now; `learnt.reason` says why not. `step_seconds`: of a micro-batch."""
+        """Whether a compile is under way now; the decision says why not. `step_seconds`: of a micro-batch."""
         learnt, device = self.learnt, self.device
         modules, self.scope = self.compilation.modules()
         if why := planning.cannot_gain(modules, device) or self._no_room():
-            return self._refuse(why, settled=True)
+            return self._not_worth(why, retryable=False)
         cost = max(planning.compile_seconds(modules, device), 2 * learnt.given_up_seconds)
         if why := self._too_short(cost, 1.0 if learnt.fusable is None else learnt.fusable, moment, step_seconds):
-            return self._refuse(why)
-        if why := self.compilation.impossible:
-            return self._refuse(why)
+            return self._not_worth(why)
+        if impossible := self.compilation.impossible:
+            return self.stays_eager(impossible)
         reached: list[bool] = []
 
         def clear() -> None:
@@ -101,14 +98,14 @@ class Beside:
             raise
         except Exception as error:  # what fails without being watched comes again in the run's step, as its own error
             self.owner.warn(f"compile: its trial failed ({first_line(error)}); the run goes on eagerly")
-            return self._refuse(TRIAL_FAILED)
+            return self.stays_eager(replace(TRIAL_FAILED, retryable=True))
         precision = moment.trial.host_precision if plan.precision == "host" else plan.precision
         if why := planning.too_little_to_fuse(learnt.fusable, device, precision):
-            return self._refuse(why)  # of this batch: one of another length may have more to fuse
+            return self._not_worth(why)  # of this batch: one of another length may have more to fuse
         if why := self._too_short(cost, learnt.fusable, moment, step_seconds):
-            return self._refuse(why)
+            return self._not_worth(why)
         if not captured.calls:
-            return self._refuse("the loop does not call what would be compiled", settled=True)
+            return self._not_worth("the loop does not call what would be compiled", retryable=False)
         # CUDA graphs need gradients that exist: a zero one where none would be lets weight decay move the parameter.
         self._graphs = self.compilation.may_use_cuda_graphs and all(reached) and memory.room_for_cuda_graphs(device)
         if self._graphs and self._too_short(2 * cost, learnt.fusable, moment, step_seconds):
@@ -120,6 +117,7 @@ class Beside:
         budget = self._budget = planning.budget((1 + self._graphs) * cost, learnt.fusable, seconds_left, self._waits)
         if in_run:
             self.owner.progress(f"compiling {self.scope}, in the run, for at most {budget:.0f} s")
+            self.compilation.decision.now(CompileStage.COMPILING)
             return True
         ways = [self.compilation.arguments(self.scope, graphs) for graphs in (False, True)[: 1 + self._graphs]]
         try:
@@ -128,28 +126,30 @@ class Beside:
         except Exception as error:
             why = f"the model cannot be handed to a compile worker ({first_line(error)})"
             self.owner.warn(f"compile: {why}; the run goes on eagerly")
-            return self._refuse(why)
+            return self.stays_eager(CompileOutcome(CompileResult.IMPOSSIBLE, why))
         how = "the run waits" if self._waits else "beside the run"
         self.owner.progress(f"compiling {self.scope}, {how}, for at most {budget:.0f} s")
+        self.compilation.decision.now(CompileStage.COMPILING)
         return True
 
-    def poll(self) -> str:
-        """`running`, `ready`, or `failed`: then `learnt` says how."""
-        standing = self._worker.poll() if self._worker is not None else "ready"
-        while self._worker is not None and self._waits and standing == "running":
+    def poll(self) -> WorkerState:
+        """How the compile stands; where it will not be ready, the decision says why."""
+        worker = self._worker
+        if worker is None:  # in the run
+            return WorkerState.READY
+        while (state := worker.poll()) is WorkerState.RUNNING and self._waits:
             time.sleep(POLL_SECONDS)
-            standing = self._worker.poll()
-        if standing == "ready" and self._worker is not None:
-            self._worked, self._worker = self._worker.seconds, None
-        if standing in ("running", "ready"):
-            return standing
-        worker, self._worker = self._worker, None
-        assert worker is not None
-        if worker.seconds > worker.budget:
+        if state is WorkerState.RUNNING:
+            return state
+        self._worker = None
+        if state is WorkerState.READY:
+            self._worked = worker.seconds
+        if state is WorkerState.LATE:
             self.learnt.given_up_seconds = worker.budget
-        self._refuse(f"given up: {standing}", settled="failed" in standing and lasts(standing))
-        self.owner.warn(f"compile: given up: {standing}; the run goes on eagerly")
-        return "failed"
+        if worker.fault is not None:
+            self.stays_eager(worker.fault)
+            self.owner.warn(f"compile: {worker.fault.reason}; the run goes on eagerly")
+        return state
 
     def judge(self, moment: Moment, plan: Plan) -> Plan | None:
         """Time the plan in force and its compiled twin on the batch at hand; the twin, if it wins, is left in force.
@@ -169,8 +169,8 @@ class Beside:
             except NotFinite:
                 compilation.undo()
                 raise
-            if contest.fault and challenger == twin:
-                self._failed(contest)
+            if contest.fault is not None and challenger == twin:
+                self._failed(contest, contest.fault)
                 return None
             self.timings += [timing for timing in (contest.holder, contest.challenger) if timing.seconds]
             reasons.append(contest.verdict)
@@ -181,33 +181,47 @@ class Beside:
                 saved += contest.holder.middle - contest.challenger.middle
         compilation.spared = built - kept
         learnt.cold_seconds, learnt.warm_seconds = (self._worked, warm) if self._worked else (firsts, 0.0)
-        learnt.saved_seconds, learnt.settled = saved, True
+        learnt.saved_seconds = saved
         if best != plan:
             cost = self._worked + firsts
             self.break_even = planning.break_even(cost, saved, 0.0, moment.update, moment.size)
             how = "beside the run" if self._worked and not self._waits else "for which the run waited"
             reasons.append(f"ready after {learnt.cold_seconds:.1f} s {how}")
-        learnt.reason = "; ".join(reasons)
-        return best if best != plan else None
+        if best == plan:
+            self.stays_eager(CompileOutcome(CompileResult.LOST, "; ".join(reasons), retryable=False))
+            return None
+        won = CompileOutcome(CompileResult.WON, "; ".join(reasons), retryable=False)
+        self._learn(won)
+        compilation.runs(won)
+        return best
 
-    def _failed(self, contest: Contest) -> None:
+    def _failed(self, contest: Contest, fault: CompileOutcome) -> None:
         """Nothing of it runs."""
         self.timings += [contest.holder] if contest.holder.seconds else []
-        if contest.late:
+        if fault.outcome is CompileResult.OUT_OF_TIME:
             self.learnt.given_up_seconds = self._budget
-        self._refuse(contest.fault, settled=not contest.late and lasts(contest.fault))
-        if contest.fault != TRIAL_FAILED:  # which is told already
-            self.owner.warn(f"compile: {contest.fault}; the run goes on eagerly")
+        self.stays_eager(fault)
+        if contest.fault_is_news:
+            self.owner.warn(f"compile: {fault.reason}; the run goes on eagerly")
 
     def end(self) -> None:
         if self._worker is not None:
             self._worker.stop()
             self._worker = None
-            self._refuse("the run ended before the compile was ready")
+            why = "the run ended before the compile was ready"
+            self.stays_eager(CompileOutcome(CompileResult.CUT_SHORT, why))
 
-    def _refuse(self, why: str, settled: bool = False) -> bool:
-        self.learnt.reason, self.learnt.settled = why, settled
+    def stays_eager(self, outcome: CompileOutcome) -> bool:
+        """It is decided that nothing compiled runs; a compile is not under way."""
+        self._learn(outcome)
+        self.compilation.decision.now(CompileStage.EAGER, outcome)
         return False
+
+    def _not_worth(self, why: str, retryable: bool = True) -> bool:
+        return self.stays_eager(CompileOutcome(CompileResult.NOT_WORTH, why, retryable))
+
+    def _learn(self, outcome: CompileOutcome) -> None:
+        self.learnt.reason, self.learnt.settled = outcome.reason, not outcome.retryable
 
     def _no_room(self) -> str:
         graphs = self.compilation.config.compile_mode in CUDA_GRAPH_MODES

@@ -16,16 +16,16 @@ from plugins.config import AccelConfig
 from plugins.core import compile as compiling
 from plugins.core import memory
 from plugins.core import plan as planning
+from plugins.core.decision import CompileDecision, CompileOutcome, CompileResult, CompileStage
 from plugins.core.plan import Plan
 from plugins.core.report import CompileFacts
+from plugins.core.scope import modules_of
 from plugins.core.shapes import Marker
 from plugins.core.toolchain import missing_compiler
 from plugins.core.watch import Watch, show_progress
 
 Takes = Callable[[tuple[Any, ...]], bool]
-GiveUp = Callable[[str], None]
-STARTS_EAGER = "compile=auto starts eager"
-OWNED = "the model is compiled already, by its owner"
+OWNED = CompileOutcome(CompileResult.OWNED, "the model is compiled already, by its owner")
 
 
 @dataclass
@@ -41,6 +41,7 @@ class Compilation:
     """Installs compiled calls on a model by the settings, and holds them to `recompile_budget`.
 
     Attributes:
+        decision: what was decided of the compile.
         code: the compiled calls in force, or those that were until they failed.
         spared: graphs of code that lost its trial: they count towards no budget.
         compiled_at: updates at which graphs appeared, one entry a graph.
@@ -60,18 +61,21 @@ class Compilation:
         self.config, self.model, self.device, self.facts, self.warn = config, model, device, facts, warn
         self.dims, self.takes = tuple(dims), takes
         self._impossible = impossible
-        self.code = Code()
+        self.decision = CompileDecision(facts)
+        self.code = Code(mode=config.compile_mode)
         self.spared = 0
         self.compiled_at: list[int] = []
         self._validated: list[compiling.InPlace] = []
         self.watch = Watch(show_progress)
-        facts.budget, facts.mode = config.recompile_budget, config.compile_mode
         self.watch.start()
 
     @property
-    def impossible(self) -> str:
-        """Why nothing can be compiled here, or empty."""
-        return self._impossible or (OWNED if self.owned else self._no_compiler)
+    def impossible(self) -> CompileOutcome | None:
+        """Why nothing can be compiled here, where that is so."""
+        if self.owned and not self._impossible:
+            return OWNED
+        why = self._impossible or self._no_compiler
+        return CompileOutcome(CompileResult.IMPOSSIBLE, why) if why else None
 
     @property
     def owned(self) -> bool:
@@ -128,20 +132,26 @@ class Compilation:
             CompileRefused: asked where it cannot be right; the message is the reason.
         """
         if self.config.compile == "off":
-            self.facts.reason = "compile=off"
+            self.decision.now(CompileStage.OFF, CompileOutcome(CompileResult.ASKED, "compile=off"))
             return
         compiling.check_backend(self.config.compile_backend)
         modules, scope = self.modules()
         if self.config.compile == "auto":
-            self.facts.reason = OWNED if self.owned else STARTS_EAGER
-        elif self.impossible:
-            self.stay_eager(self.impossible)
+            if self.owned:
+                self.decision.now(CompileStage.EAGER, OWNED)
+            self.decision.write()
+        elif impossible := self.impossible:
+            self.stay_eager(impossible)
         else:
             self.put(self.build(modules, scope))
-            self.facts.reason = "compile=on"
+            self.runs(CompileOutcome(CompileResult.ASKED, "compile=on"))
 
     def build(
-        self, modules: list[nn.Module], scope: str, cuda_graphs: bool = False, give_up: GiveUp | None = None
+        self,
+        modules: list[nn.Module],
+        scope: str,
+        cuda_graphs: bool = False,
+        give_up: compiling.GiveUp | None = None,
     ) -> Code:
         """Compiled calls of these modules, to be `put`; `give_up` is told of an error instead of the run."""
         way = "static" if self.config.dynamic == "static" else "strict"
@@ -158,13 +168,17 @@ class Compilation:
         return Code(parts, scope, self.mode(cuda_graphs))
 
     def put(self, code: Code) -> None:
-        """This code runs from now on, and no other."""
+        """This code stands on the model from now on, and no other. A trial decides nothing: see `runs`."""
         for part in self.parts:
             part.undo()
         for part in code.parts:
             part.install()
-        self.code, self.facts.decision, self.facts.mode = code, code.scope, code.mode
+        self.code = code
         self.preallocate()
+
+    def runs(self, outcome: CompileOutcome | None = None) -> None:
+        """The code that stands on the model is the run's own from now on."""
+        self.decision.now(CompileStage.RUNNING, outcome, self.code.scope)
 
     def preallocate(self) -> None:
         """Gradients that CUDA graphs may add to, where such run."""
@@ -179,18 +193,22 @@ class Compilation:
             plan = replace(plan, cuda_graphs=False)
         self.undo()
         if plan.compile == "eager":
+            self.decision.now(CompileStage.EAGER)
             return plan
         try:
-            if self.impossible:
-                raise compiling.CompileRefused(self.impossible)
-            self.put(self.build(*self.modules(plan.compile), plan.cuda_graphs))
+            impossible = self.impossible
+            if impossible is None:
+                self.put(self.build(*self.modules(plan.compile), plan.cuda_graphs))
         except compiling.CompileRefused as error:
-            self.stay_eager(str(error))
+            impossible = CompileOutcome(CompileResult.IMPOSSIBLE, str(error))
+        if impossible is not None:
+            self.stay_eager(impossible)
             return plan.eager
+        self.runs()
         return plan
 
     def undo(self) -> None:
-        """Back to eager."""
+        """Off the model."""
         self.put(Code(mode=self.config.compile_mode))
 
     @contextmanager
@@ -205,12 +223,15 @@ class Compilation:
             for part in held:
                 part.active = True
 
-    def stay_eager(self, reason: str) -> None:
+    def stay_eager(self, outcome: CompileOutcome) -> None:
         """An error of the compiler, or the budget: one warning, and the run goes on eagerly."""
         for part in self.parts:
             part.undo()
-        self.facts.decision, self.facts.reason = "eager", reason
-        self.warn(f"compile: {reason}; the run goes on {'as it is' if self.owned else 'eagerly'}")
+        self.decision.now(CompileStage.EAGER, outcome)
+        self.warn(f"compile: {outcome.reason}; the run goes on {'as it is' if self.owned else 'eagerly'}")
+
+    def _over_budget(self, reason: str) -> None:
+        self.stay_eager(CompileOutcome(CompileResult.OVER_BUDGET, reason, retryable=False))
 
     def hold_budget(self, update: int) -> None:
         """At a window's close: note new graphs, and go back to eager where the budget is passed."""
@@ -219,9 +240,9 @@ class Compilation:
         graphs = self.watch.graphs
         self.compiled_at.extend([update] * (graphs - len(self.compiled_at)))
         if graphs - self.spared > self.config.recompile_budget:
-            self.stay_eager(f"{graphs} graphs were built, over recompile_budget={self.config.recompile_budget}")
+            self._over_budget(f"{graphs} graphs were built, over recompile_budget={self.config.recompile_budget}")
         elif fell := self.watch.fell_to_eager:
-            self.stay_eager(
+            self._over_budget(
                 f"torch stopped compiling {fell[0]} at its recompile limit, "
                 f"recompile_budget={self.config.recompile_budget}"
             )
@@ -244,7 +265,7 @@ class Compilation:
         part = compiling.InPlace(
             model,
             **self.arguments("whole"),
-            give_up=lambda reason: self.warn(f"compile: validation runs eagerly: {reason}"),
+            give_up=lambda fault: self.warn(f"compile: validation runs eagerly: {fault.reason}"),
         )
         part.install()
         self._validated.append(part)
@@ -252,6 +273,7 @@ class Compilation:
     def sum_up(self) -> None:
         """Write what the watch saw into the report."""
         facts, watch = self.facts, self.watch
+        facts.budget, facts.mode = self.config.recompile_budget, self.code.mode
         facts.graphs, facts.recompiles = watch.graphs, watch.recompiles
         facts.recompile_reasons, facts.phases = watch.recompile_reasons, watch.phases()
         facts.graph_breaks, facts.graph_break_reasons = sum(watch.graph_breaks.values()), watch.graph_break_lines
@@ -267,35 +289,7 @@ class Compilation:
     def modules(self, scope: str = "") -> tuple[list[nn.Module], str]:
         """What to compile, and its name in the report: by the settings, or a plan's `scope`.
 
-        `compile=auto` leaves `compile_scope=auto` to the model: its repeated blocks where they are most of it.
-
         Raises:
             CompileRefused
         """
-        wanted: str | list[str] = self.config.compile_scope
-        exclude = self.config.compile_exclude
-        if isinstance(wanted, list):
-            found = compiling.matching(self.model, wanted, exclude)
-            if not found:
-                raise compiling.CompileRefused(f"compile_scope={','.join(wanted)}: no module has such a name")
-            return found, "features"
-        blocks = self._blocks()
-        if wanted == "auto" and self.config.compile != "on":
-            wanted = "regional" if blocks and (exclude or compiling.covers(self.model, blocks)) else "whole"
-        wanted = scope or wanted
-        if wanted == "features":
-            raise compiling.CompileRefused("a plan that compiles features needs compile_scope=NAME PATTERNS")
-        if wanted == "regional":
-            if not blocks:
-                raise compiling.CompileRefused("compile_scope=regional: the model has no repeated blocks; use whole")
-            return blocks, "regional"
-        if exclude:
-            raise compiling.CompileRefused(
-                f"compile_exclude={','.join(exclude)}: the whole forward is one graph; "
-                "use compile_scope=regional or name patterns"
-            )
-        return [self.model], "whole"
-
-    def _blocks(self) -> list[nn.Module]:
-        left_out = {id(m) for m in compiling.matching(self.model, self.config.compile_exclude, [])}
-        return [block for block in compiling.regions(self.model) if id(block) not in left_out]
+        return modules_of(self.model, self.config, scope)

@@ -12,6 +12,7 @@ import fnmatch
 import logging
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import BrokenExecutor
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -20,17 +21,24 @@ import torch._dynamo.callback as compile_callbacks
 import torch._functorch.config as functorch_config
 from torch import nn
 from torch._inductor import list_mode_options
+from torch._inductor.exc import CppCompileError
 
 from plugins.core.batchnorm import Statistics
+from plugins.core.decision import CompileOutcome, CompileResult
 from plugins.core.shapes import Marker
 
 TRUSTED_CPU = "cpp.vec_isa_ok"
 ADVICE = ("Set TORCH", "For even more developer context", "You can suppress")
 CUDA_GRAPH_MODES = ("reduce-overhead", "max-autotune")
 
+PASSING = (OSError, MemoryError, torch.OutOfMemoryError, CppCompileError, BrokenExecutor)  # errors that may be mended
+
 
 class CompileRefused(ValueError):
     """Compile was asked where it cannot be right; the message is the reason."""
+
+
+GiveUp = Callable[[CompileOutcome], None]
 
 
 class InPlace:
@@ -42,7 +50,7 @@ class InPlace:
         marker: marks the varying dimension before each call.
         limit: graphs that torch may keep for this module.
         isolate: give the module a graph cache of its own (whole models); identical blocks share one instead.
-        give_up: told the reason, once, when the module goes back to eager.
+        give_up: told why, once, when the module goes back to eager.
     """
 
     def __init__(
@@ -56,7 +64,7 @@ class InPlace:
         isolate: bool = True,
         marker: Marker | None = None,
         takes: Callable[[tuple[Any, ...]], bool] = lambda args: True,
-        give_up: Callable[[str], None] = lambda reason: None,
+        give_up: GiveUp = lambda fault: None,
     ) -> None:
         refuse_inside_autocast()
         self.module, self.marker, self.takes, self.give_up = module, marker or Marker(), takes, give_up
@@ -101,13 +109,11 @@ class InPlace:
                         self._arguments["dynamic"] = False
                     self._compiled = self._build()
                     continue
-                if "CppCompileError" in f"{type(error).__name__} {error}" and self._arguments["options"].pop(
-                    TRUSTED_CPU, 0
-                ):
+                if is_of(error, CppCompileError) and self._arguments["options"].pop(TRUSTED_CPU, 0):
                     self._compiled = self._build()  # a compiler too old for this CPU: let torch find out what it can
                     continue
                 self.undo()
-                self.give_up(first_line(error))
+                self.give_up(failure(error))
                 # A mistake that is not the compiler's comes again here, as the host's own error.
                 return self.module._call_impl(*args, **kwargs)
 
@@ -256,6 +262,24 @@ def _is_about_marks(error: Exception) -> bool:
 
 def _is_out_of_memory(error: Exception) -> bool:
     return isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error).lower()
+
+
+def is_of(error: BaseException | None, *kinds: type[BaseException]) -> bool:
+    """Whether the error is of one of these kinds, or the one that the compiler wrapped in it is."""
+    while error is not None:
+        if isinstance(error, kinds):
+            return True
+        error = getattr(error, "inner_exception", None) or error.__cause__
+    return False
+
+
+def failure(error: Exception) -> CompileOutcome:
+    """What an error of the compiler comes to.
+
+    Another compile of the same code fails so again, unless it was a full disk, a broken C++ compiler, a lack of memory
+    or a process that was ended.
+    """
+    return CompileOutcome(CompileResult.FAILED, first_line(error), retryable=is_of(error, *PASSING))
 
 
 def first_line(error: Exception) -> str:

@@ -12,11 +12,12 @@ from torch import nn
 from plugins.core import plan as planning
 from plugins.core.checkpoint import random_state, set_random_state
 from plugins.core.compilation import Code, Compilation
+from plugins.core.decision import CompileOutcome, CompileResult
 from plugins.core.plan import Plan, Timing
 from plugins.core.toolchain import OutOfTime, time_limit
 from plugins.core.trial import Moment, NotFinite, Trial, time_steps
 
-TRIAL_FAILED = "its trial failed"
+TRIAL_FAILED = CompileOutcome(CompileResult.TRIAL_FAILED, "its trial failed", retryable=False)
 FLOOR = 1e-3  # of the largest gradient: what a parameter's may be off by without being wrong
 
 
@@ -39,7 +40,7 @@ class Contest:
     Attributes:
         code: the challenger's, which does not stand on the model after `run`.
         graphs: that the challenger built.
-        fault: why it failed, or empty; `late` where its first step outlived the limit.
+        fault: how it failed, if it did; OUT_OF_TIME where its first step outlived the limit.
         wrong: why its numbers are not the holder's, or empty.
     """
 
@@ -49,9 +50,8 @@ class Contest:
     challenger: Timing
     code: Code = field(default_factory=Code)
     graphs: int = 0
-    fault: str = ""
+    fault: CompileOutcome | None = None
     wrong: str = ""
-    late: bool = False
 
     def run(self, moment: Moment, seconds: float) -> None:
         """Time both; what is in force stays in force. The challenger's first step, a compile, is ended after `seconds`.
@@ -60,7 +60,7 @@ class Contest:
             NotFinite: this batch judges nothing.
         """
         compilation, held, built = self.compilation, self.compilation.code, self.compilation.watch.graphs
-        faults: list[str] = []
+        faults: list[CompileOutcome] = []
         plan = self.challenger.plan
         with self.owner.untouched():
             try:
@@ -72,7 +72,7 @@ class Contest:
                 with time_limit(seconds):
                     well = well and self._step(moment, self.challenger, warm=True)
                 if well and plan.cuda_graphs and not adds_up(moment.trial, compilation.model, plan, self.owner):
-                    faults.append("its gradients do not add up")
+                    faults.append(CompileOutcome(CompileResult.WRONG, "its gradients do not add up", retryable=False))
                 for _ in range(planning.repeats(moment.left)):
                     if well and not faults:
                         compilation.put(held)
@@ -81,20 +81,29 @@ class Contest:
                         compilation.put(self.code)
                         well = well and self._step(moment, self.challenger)
             except OutOfTime as error:
-                self.late = True
-                faults.append(str(error))
+                faults.append(CompileOutcome(CompileResult.OUT_OF_TIME, str(error)))
             finally:
                 compilation.put(held)
         self.graphs = compilation.watch.graphs - built
-        self.fault = faults[0] if faults else "" if well else TRIAL_FAILED
-        if not self.fault and not self.challenger.agrees(self.holder):
+        self.fault = faults[0] if faults else None if well else TRIAL_FAILED
+        if self.fault is None and not self.challenger.agrees(self.holder):
             self.wrong = f"its loss {self.challenger.loss:.6g} is not {self.holder.loss:.6g}"
-        if self.wrong or (self.fault not in ("", TRIAL_FAILED) and plan.cuda_graphs):
-            self.owner.warn(f"plan {plan.name}: dropped, {self.wrong or self.fault}")
+        if self.wrong or (self.fault_is_news and plan.cuda_graphs):
+            self.owner.warn(f"plan {plan.name}: dropped, {self.dropped}")
+
+    @property
+    def fault_is_news(self) -> bool:
+        """Whether it failed in another way than the trial's steps, which tell of it themselves."""
+        return self.fault is not None and self.fault.outcome is not CompileResult.TRIAL_FAILED
+
+    @property
+    def dropped(self) -> str:
+        """Why the challenger cannot run, or empty."""
+        return self.fault.reason if self.fault is not None else self.wrong
 
     @property
     def wins(self) -> bool:
-        return not self.fault and not self.wrong and self.challenger.beats(self.holder)
+        return not self.dropped and self.challenger.beats(self.holder)
 
     @property
     def warm_seconds(self) -> float:
@@ -104,7 +113,7 @@ class Contest:
     @property
     def verdict(self) -> str:
         graphs = self.challenger.plan.cuda_graphs
-        if why := self.fault or self.wrong:
+        if why := self.dropped:
             return f"CUDA graphs dropped, {why}" if graphs else f"dropped, {why}"
         other = "eager" if self.holder.plan.compile == "eager" else "without"
         figures = f"{self.challenger.middle:.3g} s a step, {other} {self.holder.middle:.3g} s"

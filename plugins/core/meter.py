@@ -6,7 +6,8 @@ import math
 import time
 from collections.abc import Iterable
 
-from plugins.core.report import GradientFacts, Series, ShapeFacts, SpeedFacts
+from plugins.core.report import GradientFacts, ShapeFacts, SpeedFacts
+from plugins.core.series import Series
 from plugins.core.shapes import Seen
 from plugins.core.update import Outcome
 

@@ -141,6 +141,12 @@ def layouts(model: nn.Module, device: torch.device, start: Plan, open_fields: fr
     return [Plan(p, f) for p, f in both + single if Plan(p, f) != start]
 
 
+def fastest(plain: Timing, timings: Sequence[Timing]) -> Timing:
+    """The fastest of those that agree with the plain step and beat it by more than the spread; else the plain one."""
+    winners = [timing for timing in timings if timing.agrees(plain) and timing.beats(plain)]
+    return min(winners, key=lambda timing: timing.middle, default=plain)
+
+
 def has_cuda_graphs(device: torch.device, backend: str) -> bool:
     return device.type == "cuda" and backend == "inductor"
 

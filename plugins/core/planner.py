@@ -19,17 +19,28 @@ import torch.distributed as dist
 from torch import nn
 
 from plugins.core import plan as planning
-from plugins.core.beside import Beside, Learnt, Owner, lasts
-from plugins.core.compilation import OWNED, STARTS_EAGER, Compilation
+from plugins.core.beside import Beside, Learnt, Owner
+from plugins.core.compilation import OWNED, Compilation
+from plugins.core.decision import (
+    CompileOutcome,
+    CompileResult,
+    CompileStage,
+    TuningOutcome,
+    TuningResult,
+    TuningStage,
+)
+from plugins.core.layouts import try_layouts
 from plugins.core.lessons import Lessons
 from plugins.core.plan import Plan, Timing
 from plugins.core.planfile import Start, Switch, write_switches
+from plugins.core.precompile import WorkerState
 from plugins.core.remember import Memory
 from plugins.core.report import CompileFacts, SpeedFacts
-from plugins.core.trial import Moment, NotFinite, time_in_turn
+from plugins.core.trial import Moment, NotFinite
 
 PLAIN_STEPS = 3  # of the run's own, after the first, before anything is tried
 RESUMED = "the plan of the run that is resumed"
+REMEMBERED = "remembered from an earlier run"
 UNFIT_BATCHES = 3  # whose loss is not finite, before trials are given up
 
 
@@ -38,8 +49,8 @@ class Planner:
 
     Attributes:
         plan: what is in force; `switches`: from which update on what was.
-        state: `timing` the run's own steps, `compiling` beside it, or `done`.
-        reason: why the layout and precision are what they are; `beside.learnt.reason`: the compile.
+        state: what the tuning does now.
+        outcome: why the layout and precision are what they are; `compilation.decision` says it of the compile.
     """
 
     def __init__(
@@ -59,8 +70,8 @@ class Planner:
         self.given = [self._allowed(switch) for switch in start.switches]
         self.switches: list[Switch] = []
         self.timings: list[Timing] = []
-        self.state = "timing" if start.open_fields else "done"
-        self.reason = ""
+        self.state = TuningStage.TIMING if start.open_fields else TuningStage.DONE
+        self.outcome = TuningOutcome()
         self._layouts = planning.layouts(model, device, start.plan, start.open_fields)
         self._tried = 0  # layouts
         self._layout_known = False
@@ -68,7 +79,9 @@ class Planner:
         self._steps = self._unfit = 0
         self._recalled_step = 0.0  # seconds
         if compilation.owned:  # a candidate would be compiled anew, by the owner's way, in the run itself
-            self.measure_nothing(OWNED)
+            self.measure_nothing(OWNED.reason)
+        if self.measured and compilation.decision.stage is CompileStage.WAITING:
+            compilation.decision.now(CompileStage.EAGER)
 
     # -- the run's own steps --------------------------------------------------------------------------------------
 
@@ -85,23 +98,32 @@ class Planner:
     # -- at a window's start --------------------------------------------------------------------------------------
 
     @property
+    def reason(self) -> str:
+        return self.outcome.reason
+
+    @property
+    def measured(self) -> bool:
+        """Whether nothing is tried any more."""
+        return self.state is TuningStage.DONE
+
+    @property
     def waits(self) -> bool:
         """Whether a window's start may change anything."""
-        return self.state != "done" or bool(self.given) or self._fell
+        return not self.measured or bool(self.given) or self._fell
 
     def at_window(self, moment: Moment) -> None:
         if self._fell:
             self._fall(moment)
         while self.given and moment.update >= self.given[0].update:
             self._switch(moment, self.given.pop(0).plan)
-        if self.state == "timing" and not self.lessons.key and moment.shape:  # a loop that resumes has no batch yet
+        if self.state is TuningStage.TIMING and not self.lessons.key and moment.shape:  # none where a loop resumes
             self._recall(moment)
         try:
-            if self.state == "timing" and len(self._plain) >= PLAIN_STEPS:
+            if self.state is TuningStage.TIMING and len(self._plain) >= PLAIN_STEPS:
                 if not self._layout_known:
                     self._try_layouts(moment)
                 self._begin_compile(moment)
-            if self.state == "compiling":
+            if self.state is TuningStage.COMPILING:
                 self._change_over(moment)
         except NotFinite:
             self._put_off()
@@ -127,17 +149,18 @@ class Planner:
         """A plan file compiles nothing at `compile=off`."""
         if switch.plan.compile == "eager" or self.compilation.config.compile != "off":
             return switch
-        self.compilation.facts.reason = "compile=off, which a plan file does not overrule"
+        why = CompileOutcome(CompileResult.ASKED, "compile=off, which a plan file does not overrule")
+        self.compilation.decision.now(CompileStage.OFF, why)
         return replace(switch, plan=switch.plan.eager)
 
     def measure_nothing(self, why: str) -> None:
         """No trial from now on; switches that were given are made all the same."""
-        if self.state == "timing":
-            self.reason = f"no trial: {why}"
-        if self.state != "done" and "compile" in self.open_fields:
+        if self.state is TuningStage.TIMING:
+            self.outcome = TuningOutcome(TuningResult.NO_TRIAL, f"no trial: {why}")
+        if not self.measured and "compile" in self.open_fields:
             self.beside.end()
-            self.beside.learnt.reason = f"no trial: {why}"
-        self.state = "done"
+            self.beside.stays_eager(CompileOutcome(CompileResult.NO_TRIAL, f"no trial: {why}"))
+        self.state = TuningStage.DONE
 
     def _switch(self, moment: Moment, plan: Plan) -> None:
         """Run this plan from now on, or what of it can be."""
@@ -156,13 +179,13 @@ class Planner:
     @property
     def _fell(self) -> bool:
         """The compiler failed, or passed its budget of graphs, and the run went back to eager."""
-        return self.plan.compile != "eager" and not self.compilation.active
+        return self.plan.compile != "eager" and not self.compilation.decision.running
 
     def _fall(self, moment: Moment) -> None:
         self.owner.clear_gradients()
         self._now_runs(moment.update, self.plan.eager)
-        why = self.compilation.facts.reason
-        self.beside.learnt = Learnt(why, settled=lasts(why))
+        outcome = self.compilation.decision.outcome
+        self.beside.learnt = Learnt(outcome.reason, settled=not outcome.retryable)
         self._remember()
 
     # -- what earlier runs learnt ---------------------------------------------------------------------------------
@@ -177,9 +200,13 @@ class Planner:
         if found.plan.compile != "eager":
             saved = learnt.saved_seconds
             self.beside.break_even = planning.break_even(learnt.warm_seconds, saved, 0.0, moment.update, moment.size)
-        self.reason = "remembered from an earlier run"
+        self.outcome = TuningOutcome(TuningResult.REMEMBERED, REMEMBERED)
         if learnt.settled or "compile" not in self.open_fields:
-            self.state = "done"
+            self.state = TuningStage.DONE
+        if learnt.reason:
+            stage = CompileStage.EAGER if self.measured else CompileStage.WAITING
+            known = CompileOutcome(CompileResult.REMEMBERED, learnt.reason, not learnt.settled)
+            self.compilation.decision.now(stage, known)
         self._switch(moment, found.plan)
 
     def _remember(self) -> None:
@@ -190,56 +217,29 @@ class Planner:
 
     def _try_layouts(self, moment: Moment) -> None:
         """On the batch at hand; the fastest runs from now on, if it wins."""
-        wanted = self._layouts
-        tried = planning.affordable(wanted, self.step_seconds, moment.left)
-        if not tried:
-            if wanted:
-                self.reason = f"{moment.left} micro-batches are left: too few to win a trial back"
-            return
-        names = ", ".join(candidate.name for candidate in tried)
-        self.owner.progress(f"trying {len(tried)} of {len(wanted)} plans on this batch: {names}")
-        self._tried = len(tried)
-        clear, warn = self.owner.clear_gradients, self.owner.warn
-        with self.owner.untouched():
-            try:
-                timings = time_in_turn(moment.trial, [self.plan, *tried], self.device, clear, warn)
-            finally:
-                moment.trial.apply(self.plan.precision, self.plan.memory_format)
-        self.timings = timings
-        if timings:
-            self._choose(moment, timings[0], timings[1:])
-
-    def _choose(self, moment: Moment, plain: Timing, timings: Sequence[Timing]) -> None:
-        """The fastest of those that win by more than the spread."""
-        best = plain
-        for timing in timings:
-            if not timing.agrees(plain):
-                self.owner.warn(f"plan {timing.plan.name}: dropped, its loss {timing.loss:.6g} is not {plain.loss:.6g}")
-            elif timing.beats(plain) and timing.middle < best.middle:
-                best = timing
-        if best is plain:
-            self.reason = "no plan won by more than the spread of the timings"
-            return
-        self.reason = f"{best.plan.name}: {best.middle:.3g} s a step against {plain.middle:.3g} s"
-        self._switch(moment, best.plan)
-        self._plain = deque([s * best.middle / plain.middle for s in self._plain], maxlen=16)
+        found = try_layouts(self.owner, self.device, moment, self.plan, self._layouts, self.step_seconds)
+        self.outcome, self._tried, self.timings = found.outcome, found.tried, found.timings
+        if found.best is not None:
+            faster = found.best.middle / found.timings[0].middle
+            self._switch(moment, found.best.plan)
+            self._plain = deque([s * faster for s in self._plain], maxlen=16)
 
     # -- compile --------------------------------------------------------------------------------------------------
 
     def _begin_compile(self, moment: Moment) -> None:
         under_way = "compile" in self.open_fields and self.beside.begin(moment, self.plan, self.step_seconds)
-        self.state = "compiling" if under_way else "done"
+        self.state = TuningStage.COMPILING if under_way else TuningStage.DONE
         if not under_way:
             self._remember()
 
     def _change_over(self, moment: Moment) -> None:
         """When the code is ready, run it if it wins on the batch at hand."""
-        standing = self.beside.poll()
-        if standing == "running":
+        state = self.beside.poll()
+        if state is WorkerState.RUNNING:
             return
-        if standing == "ready" and (twin := self.beside.judge(moment, self.plan)) is not None:
+        if state is WorkerState.READY and (twin := self.beside.judge(moment, self.plan)) is not None:
             self._now_runs(moment.update, twin)
-        self.state = "done"
+        self.state = TuningStage.DONE
         self.timings += self.beside.timings
         self._remember()
 
@@ -252,7 +252,9 @@ class Planner:
         fix here too; a plan file fixes everything.
         """
         if measured and self.open_fields:
-            self.state, self.reason = "done", RESUMED
+            self.state, self.outcome = TuningStage.DONE, TuningOutcome(TuningResult.RESUMED, RESUMED)
+            if self.compilation.decision.undecided:
+                self.compilation.decision.now(CompileStage.EAGER, CompileOutcome(CompileResult.RESUMED, RESUMED))
         self.switches[:] = switches
         if due := [switch.plan for switch in self.given if switch.update <= update]:
             self.given[: len(due)] = [Switch(update, due[-1])]
@@ -269,10 +271,8 @@ class Planner:
         speed.candidates = [timing.as_dict() for timing in self.timings]
         speed.switches = [{"update": s.update, "plan": s.plan.name} for s in self.switches]
         facts.break_even_update = self.beside.break_even
-        if self.beside.learnt.reason and not self._fell:
-            facts.reason = self.beside.learnt.reason
-        elif facts.reason == STARTS_EAGER and self.state != "compiling":
-            facts.reason = RESUMED if self.reason == RESUMED else self._unmeasured()
+        compiling = self.state is TuningStage.COMPILING
+        self.compilation.decision.write(undecided="" if compiling else self._unmeasured())
 
     def _unmeasured(self) -> str:
         """Why it runs as it does, where no measurement says so."""
@@ -284,7 +284,7 @@ class Planner:
             return "plan=off measures nothing"
         if dist.is_initialized() and dist.get_world_size() > 1:
             return "several ranks measure nothing: they would have to agree on it"
-        if self.state == "timing":
+        if self.state is TuningStage.TIMING:
             asked = self.lessons.key or not self._steps
             return "the run ended before anything was measured" if asked else "the loop asked for no trial"
         return "there is no other precision or layout to try"

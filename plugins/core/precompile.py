@@ -10,6 +10,7 @@ crashes or outlives its budget is ended, and costs the run nothing but the time 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import pickle
 import shutil
@@ -21,10 +22,10 @@ import textwrap
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import asdict
+from enum import StrEnum
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -32,101 +33,32 @@ from typing import Any
 import cloudpickle
 import psutil
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from plugins.core.compile import InPlace, first_line
+from plugins.core.capture import Call, made
+from plugins.core.compile import InPlace, failure
+from plugins.core.decision import CompileOutcome, CompileResult
 from plugins.core.shapes import Marker
 from plugins.core.toolchain import end_group
 
 PREFIX = "accel-compile-"  # of a worker's folder; the run's process id follows
+OUTCOME = "outcome"  # the file in which a worker that failed says how
 
 
-@dataclass(frozen=True)
-class Like:
-    """A tensor's kind, without its values."""
+class WorkerState(StrEnum):
+    """How a worker stands. LATE: it outlived its budget; DIED: it ended without saying why."""
 
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    device: str
-    requires_grad: bool
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> Like:
-        return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype, str(tensor.device), bool(tensor.requires_grad))
-
-    def make(self) -> Tensor:
-        made = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device).zero_()
-        return made.requires_grad_(self.requires_grad)
-
-
-def kinds(value: Any) -> Any:
-    """A call's arguments with every tensor replaced by its kind."""
-    if isinstance(value, Tensor):
-        return Like.of(value)
-    if isinstance(value, dict):
-        return {key: kinds(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
-        return type(value)(kinds(item) for item in value)
-    return value
-
-
-def made(value: Any) -> Any:
-    """The opposite of `kinds`."""
-    if isinstance(value, Like):
-        return value.make()
-    if isinstance(value, dict):
-        return {key: made(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
-        return type(value)(made(item) for item in value)
-    return value
-
-
-@dataclass(frozen=True)
-class Call:
-    """One kind of call of a module: kinds of its arguments, and the autocast that it is made in."""
-
-    module: nn.Module
-    args: Any
-    kwargs: Any
-    autocast: tuple[str, torch.dtype] | None
-
-
-class Captured:
-    """Notes how modules are called while it is entered, one entry a distinct kind of call.
-
-    It stands where a compiled call will stand, so that what it sees is what will be compiled.
-    """
-
-    def __init__(self, modules: Sequence[nn.Module], takes: Callable[[tuple[Any, ...]], bool] = lambda args: True):
-        self.modules, self.takes = modules, takes
-        self.calls: list[Call] = []
-        self._seen: set[str] = set()
-
-    def __enter__(self) -> Captured:
-        for module in self.modules:
-            module._compiled_call_impl = partial(self._note, module)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for module in self.modules:
-            del module._compiled_call_impl
-
-    def _note(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if self.takes(args):
-            call = Call(module, kinds(args), kinds(kwargs), _autocast((*args, *kwargs.values())))
-            structure = [(n, tuple(p.shape), p.requires_grad) for n, p in module.named_parameters()]
-            sign = repr((type(module), structure, call.args, call.kwargs, call.autocast))
-            if sign not in self._seen:
-                self._seen.add(sign)
-                self.calls.append(call)
-        return module._call_impl(*args, **kwargs)
+    RUNNING = "running"
+    READY = "ready"
+    LATE = "late"
+    DIED = "died"
+    FAILED = "failed"
 
 
 class Worker:
     """One compile under way in another process, of every call in each of `ways`: how it is compiled.
 
-    `poll` says how it stands; `stop` ends it.
+    `poll` says how it stands, and `fault` why it will not be ready; `stop` ends it.
 
     Raises:
         Exception: whatever pickling raised: the model cannot be handed to another process.
@@ -146,6 +78,7 @@ class Worker:
         sweep()
         self.folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-"))
         self.began, self.budget = time.monotonic(), budget_seconds
+        self.fault: CompileOutcome | None = None
         try:
             with (self.folder / "job").open("wb") as file:
                 cloudpickle.dump(job, file)  # a script's own classes too, which another process cannot import
@@ -169,23 +102,42 @@ class Worker:
     def seconds(self) -> float:
         return time.monotonic() - self.began
 
-    def poll(self) -> str:
-        """`running`, `ready`, or why it will not be ready."""
+    def poll(self) -> WorkerState:
+        """How it stands; one that has ended, or outlived its budget, is stopped and its folder is gone."""
         code = self.process.poll()
+        if code is None and self.seconds <= self.budget:
+            return WorkerState.RUNNING
         if code is None:
-            if self.seconds <= self.budget:
-                return "running"
-            self.stop()
-            return f"it outlived its budget of {self.budget:.0f} s"
-        text = self._errors()
+            state = WorkerState.LATE
+            self.fault = CompileOutcome(
+                CompileResult.OUT_OF_TIME, f"given up: it outlived its budget of {self.budget:.0f} s"
+            )
+        elif code == 0:
+            state = WorkerState.READY
+        elif told := self._told():
+            state, self.fault = WorkerState.FAILED, told
+        else:
+            state, self.fault = WorkerState.DIED, CompileOutcome(CompileResult.FAILED, f"given up: {self._death(code)}")
         self.stop()
-        if code == 0:
-            return "ready"
+        return state
+
+    def _told(self) -> CompileOutcome | None:
+        """What the worker itself said of its failure."""
+        with contextlib.suppress(OSError, ValueError):
+            told = json.loads((self.folder / OUTCOME).read_text())
+            return CompileOutcome(
+                CompileResult.FAILED, f"given up: its worker failed: {told['reason']}", bool(told["retryable"])
+            )
+        return None
+
+    def _death(self, code: int) -> str:
+        """Of a worker that said nothing: its compile may be fine, and its last words are for a person only."""
         if code < 0:
             return f"its worker was killed (signal {-code})"
+        text = self._last_line()
         return f"its worker failed: {text}" if text else "its worker failed without a word"
 
-    def _errors(self) -> str:
+    def _last_line(self) -> str:
         """The last line that the worker wrote."""
         with contextlib.suppress(OSError):
             lines = (self.folder / "errors").read_text(errors="replace").strip().splitlines()
@@ -215,27 +167,22 @@ def command() -> list[str]:
     return [sys.executable, "-m", "plugins.core.precompile"]
 
 
-def run(job: dict[str, Any]) -> None:
-    """In the worker: compile every call of the job in every way, forward and backward."""
+def run(job: dict[str, Any]) -> CompileOutcome | None:
+    """In the worker: compile every call of the job in every way, forward and backward; returns what failed."""
     torch.set_num_threads(job["threads"])
     for way, call in product(job["ways"], job["calls"]):
-        failed: list[str] = []
+        failed: list[CompileOutcome] = []
         part = InPlace(call.module, **way, marker=Marker(job["dims"]), give_up=failed.append)
         part.install()
         with torch.autocast(call.autocast[0], dtype=call.autocast[1]) if call.autocast else nullcontext():
             output = call.module(*made(call.args), **made(call.kwargs))
         if failed:
-            sys.exit(failed[0])
+            return failed[0]
         losses = [t.float().sum() for t in _floating(output) if t.requires_grad]
         if losses:
             torch.stack(losses).sum().backward()
         part.undo()
-
-
-def _autocast(values: tuple[Any, ...]) -> tuple[str, torch.dtype] | None:
-    """The autocast in force for the device of the first tensor."""
-    device = next((t.device.type for t in values if isinstance(t, Tensor)), "cpu")
-    return (device, torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else None
+    return None
 
 
 def _floating(value: Any) -> list[Tensor]:
@@ -263,9 +210,13 @@ def main() -> None:
             job = pickle.load(file)
         watch = (job["parent"], job["seconds"], path.parent)
         threading.Thread(target=_die_with, args=watch, daemon=True).start()
-        run(job)
+        fault = run(job)
     except Exception as error:
-        sys.exit(first_line(error))  # the last line on stderr is what the run shows
+        fault = failure(error)
+    if fault is not None:
+        with contextlib.suppress(OSError):  # a full disk
+            path.with_name(OUTCOME).write_text(json.dumps(asdict(fault)))
+        sys.exit(fault.reason)
 
 
 if __name__ == "__main__":

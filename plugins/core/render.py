@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import io
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jinja2 import Environment
 
-if TYPE_CHECKING:
-    from plugins.core.report import Series
+from plugins.core.series import Series
 
 _PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><title>accel report: {{ r.host }}</title>
 <style>

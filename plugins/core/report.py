@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import json
 import platform
-from array import array
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
 
 from plugins.core.checkpoint import write_atomically
+from plugins.core.render import render
+from plugins.core.series import Series
 
 SCHEMA = 1
 JSON_NAME, HTML_NAME = "accel_report.json", "accel_report.html"
@@ -123,8 +123,6 @@ class Report:
 
     def write(self, folder: Path, series: Series | None = None) -> Path:
         """Write `accel_report.json` and `accel_report.html`; returns the JSON's path."""
-        from plugins.core.render import render
-
         folder.mkdir(parents=True, exist_ok=True)
         data = self.data()
         text = json.dumps(data, indent=2, allow_nan=False)
@@ -137,33 +135,6 @@ class Report:
         found = _finite(asdict(self))
         order = ["schema", "host", "versions", "device", "config", "warnings"]
         return {**{k: found[k] for k in order}, **found}
-
-
-@dataclass
-class Series:
-    """Numbers an update, and the updates at which graphs were compiled or the plan was switched.
-
-    Units: s of its micro-batches and of waiting for their data; L2 norm; GiB in use after it; fraction of padding.
-    """
-
-    seconds: array[float] = field(default_factory=lambda: array("d"))
-    waits: array[float] = field(default_factory=lambda: array("d"))
-    norms: array[float] = field(default_factory=lambda: array("d"))
-    memory: array[float] = field(default_factory=lambda: array("d"))
-    padding: array[float] = field(default_factory=lambda: array("d"))
-    clipped: int = 0
-    compiled_at: list[int] = field(default_factory=list)
-    switched_at: list[int] = field(default_factory=list)
-    samples: int = 0
-
-    @property
-    def waiting(self) -> float:
-        return sum(self.waits)
-
-    def median_seconds(self) -> float | None:
-        """Median over updates, the first (warm-up, compile) excluded where there are others."""
-        steady = self.seconds[1:] or self.seconds
-        return median(steady) if steady else None
 
 
 def versions(*packages: str) -> dict[str, str]:

@@ -27,7 +27,7 @@ from plugins.core.memory import Peaks
 from plugins.core.planfile import Start
 from plugins.core.planner import Planner
 from plugins.core.remember import Memory, default_folder
-from plugins.core.report import Series
+from plugins.core.series import Series
 from plugins.core.state import put_back, state_of
 from plugins.core.trial import Moment, Trial, buffers_kept
 from plugins.core.update import NonFiniteGradient, Outcome, Update

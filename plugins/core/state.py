@@ -32,7 +32,7 @@ def state_of(session: Session) -> dict[str, Any]:
         "counts": session.counts(),
         "plan": session.planner.plan.as_dict(),
         "switches": [switch.as_dict() for switch in session.planner.switches],
-        "measured": session.planner.state == "done",
+        "measured": session.planner.measured,
         "random": random_state(),
     }
 

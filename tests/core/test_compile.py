@@ -50,7 +50,7 @@ def raising(error: BaseException) -> Callable[..., Any]:
 @contextmanager
 def compiled(module: nn.Module, **options: Any) -> Iterator[tuple[InPlace, list[str]]]:
     told: list[str] = []
-    part = InPlace(module, **{"backend": "eager", "give_up": told.append, **options})
+    part = InPlace(module, **{"backend": "eager", "give_up": lambda fault: told.append(fault.reason), **options})
     part.install()
     try:
         yield part, told

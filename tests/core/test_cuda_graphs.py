@@ -21,7 +21,7 @@ from plugins.core.planfile import PLAN_NAME, Switch, write_switches
 from plugins.core.remember import INDUCTOR, Memory
 from tests.core.planned import Blocks, Clock, Host, by_name
 from tests.core.test_precompile import READY, fusable, run, stand_in
-from tests.core.tiny import same, snapshot
+from tests.core.tiny import fault, same, snapshot
 
 COMPILED = Plan(compile="regional")
 GRAPHS = Plan(compile="regional", cuda_graphs=True)
@@ -178,7 +178,7 @@ def test_gradients_are_kept_only_while_they_run(host: Host, tmp_path: Path) -> N
     def each(update: int) -> None:
         seen.append((preallocated(host), dropped(host)))
         if update == 8:
-            host.open.compilation.stay_eager("a fault")
+            host.open.compilation.stay_eager(fault("a fault"))
 
     run(host, tmp_path, plan=path, each=each, compile="auto")
     kept, none = (True, False), (False, True)
@@ -205,7 +205,7 @@ def test_a_fall_of_the_plan_is_remembered(host: Host, tmp_path: Path) -> None:
         if worker is not None:
             worker.process.wait(timeout=300)
         if update == 7:
-            host.open.compilation.stay_eager("a fault")
+            host.open.compilation.stay_eager(fault("a fault"))
 
     assert switches(run(host, each=each, cache_dir=tmp_path)) == [(5, GRAPHS), (7, Plan())]
     assert dropped(host)

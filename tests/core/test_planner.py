@@ -16,6 +16,7 @@ from plugins.core import plan as planning
 from plugins.core import planner as planner_module
 from plugins.core import session
 from plugins.core.checkpoint import set_random_state
+from plugins.core.decision import TuningStage
 from plugins.core.plan import Plan
 from plugins.core.planfile import PLAN_NAME, Switch, write_switches
 from plugins.core.remember import Memory
@@ -76,7 +77,7 @@ def test_a_hopeless_candidate_takes_one_step(clock: Clock) -> None:
     host = Host(clock, by_name(host=1.0, bf16=5.0, channels_last=5.0, both=5.0))
     host.run(5, end=False)
     before = host.losses
-    host.open.planner.state, host.open.planner._layout_known = "timing", False
+    host.open.planner.state, host.open.planner._layout_known = TuningStage.TIMING, False
     host.open.plan_window(host, OF, host.x.shape)
     assert host.losses - before == planning.REPEATS + 3
     assert names(host)[-1] == "host"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import pickle
 import signal
@@ -10,6 +11,8 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +23,15 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch._inductor import config as inductor_config
+from torch._inductor.exc import CppCompileError, InductorError
 
 from plugins.core import beside, compilation, precompile
 from plugins.core import plan as planning
+from plugins.core.capture import Call, Captured, Like, kinds, made
+from plugins.core.decision import CompileOutcome, CompileResult
 from plugins.core.plan import Plan
 from plugins.core.planfile import PLAN_NAME
-from plugins.core.precompile import Call, Captured, Like, Worker, kinds, made
+from plugins.core.precompile import Worker
 from plugins.core.remember import INDUCTOR, Memory
 from tests.core.planned import OF, Blocks, Clock, Host, by_name
 from tests.core.test_toolchain import compiler
@@ -35,6 +41,12 @@ COMPILED = Plan(compile="regional")
 HANGS = "import time; time.sleep(600)"
 CRASHES = "import sys; print('a line', file=sys.stderr); sys.exit('internal compiler error')"
 READY = ""
+
+
+def fails(outcome: CompileOutcome) -> str:
+    """A worker that says of its compile what a real one would."""
+    text = json.dumps(asdict(outcome))
+    return f"import sys; open(sys.argv[-1][:-3] + 'outcome', 'w').write({text!r}); sys.exit({outcome.reason!r})"
 
 
 # -- what a worker is given ---------------------------------------------------------------------------------------
@@ -374,12 +386,13 @@ def test_a_killed_worker_is_one_line_and_tried_again_in_the_next_run(
         ("InductorError: OSError: [Errno 28] No space left on device", True),
         ("", True),
         ("Unsupported: call of a builtin", False),
+        ("Unsupported: a module named Errno was killed", False),
     ],
 )
 def test_only_a_fault_that_lasts_is_not_tried_again(
     host: Host, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, words: str, again: bool
 ) -> None:
-    stand_in(monkeypatch, f"import sys; sys.exit({words!r} or 1)")
+    stand_in(monkeypatch, fails(CompileOutcome(CompileResult.FAILED, words, again)) if words else "raise SystemExit(1)")
     run(host, cache_dir=tmp_path / "cache")
     assert (words or "failed without a word") in one_line(host)
     stand_in(monkeypatch, READY)
@@ -421,6 +434,35 @@ def test_a_workers_error_is_one_line_without_advice(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(sys, "argv", ["", str(tmp_path / "job")])
     with pytest.raises(SystemExit, match=r"^RuntimeError: no such op$"):
         precompile.main()
+
+
+@pytest.mark.parametrize(
+    ("error", "again"),
+    [
+        (OSError(28, "No space left on device"), True),
+        (MemoryError(), True),
+        (torch.OutOfMemoryError("no memory"), True),
+        (InductorError(CppCompileError(["g++"], "killed"), None), True),
+        (InductorError(OSError(28, "No space left on device"), None), True),
+        (BrokenProcessPool("a process ended"), True),
+        (InductorError(RuntimeError("[Errno 28] out of memory, killed"), None), False),
+        (RuntimeError("no such op"), False),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_worker_that_fails_says_by_the_error_s_type_whether_it_may_pass(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, error: Exception, again: bool
+) -> None:
+    def broken(job: object) -> None:
+        raise error
+
+    (tmp_path / "job").write_bytes(pickle.dumps({"parent": os.getpid(), "seconds": 600.0}))
+    monkeypatch.setattr(precompile, "run", broken)
+    monkeypatch.setattr(precompile, "_die_with", lambda *_: None)
+    monkeypatch.setattr(sys, "argv", ["", str(tmp_path / "job")])
+    with pytest.raises(SystemExit):
+        precompile.main()
+    assert json.loads((tmp_path / precompile.OUTCOME).read_text())["retryable"] is again
 
 
 def test_a_model_that_cannot_be_pickled_is_one_line(host: Host, tmp_path: Path) -> None:

@@ -7,7 +7,8 @@ import pytest
 
 from plugins.core.meter import Meter
 from plugins.core.render import _WORDS, POINTS, _thinned, render, summary
-from plugins.core.report import Report, Series, versions
+from plugins.core.report import Report, versions
+from plugins.core.series import Series
 
 
 def report() -> Report:

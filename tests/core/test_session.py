@@ -14,7 +14,7 @@ from integrations.seam import Seam
 from plugins.config import AccelConfig
 from plugins.core.compile import CompileRefused
 from plugins.core.session import Session
-from tests.core.tiny import batches, feed, mlp, same, session_of, snapshot
+from tests.core.tiny import batches, fault, feed, mlp, same, session_of, snapshot
 
 ON = {"compile": "on", "compile_backend": "eager"}
 
@@ -215,7 +215,7 @@ def test_validation_adds_no_graph_to_training() -> None:
 def test_a_run_that_gave_up_stays_eager_after_validation() -> None:
     model = mlp()
     session = session_of(model, sgd(model), 1, ON)
-    session.compilation.stay_eager("for a reason")
+    session.compilation.stay_eager(fault("for a reason"))
     with session.validation():
         pass
     model(torch.zeros(2, 3))
@@ -230,7 +230,7 @@ def test_a_compiled_validation_model_is_compiled_once_and_falls_back_alone() -> 
         with session.validation(), torch.no_grad():
             average(torch.zeros(4, 3))
     assert session.watch.phases() == {"validation": 1}
-    session.compilation._validated[0].give_up("oops")
+    session.compilation._validated[0].give_up(fault("oops"))
     assert any("validation runs eagerly: oops" in w for w in session.report.warnings)
     assert model._compiled_call_impl is not None
     session.end()

@@ -10,9 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from plugins.config import AccelConfig
+from plugins.core.decision import CompileOutcome, CompileResult
 from plugins.core.session import Session
 
 CPU = torch.device("cpu")
+
+
+def fault(reason: str) -> CompileOutcome:
+    """An error of the compiler that comes again."""
+    return CompileOutcome(CompileResult.FAILED, reason, retryable=False)
 
 
 @dataclass

@@ -1,0 +1,99 @@
+"""How the modules of a model are called, without the values: what a compile in another process needs to know."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Like:
+    """A tensor's kind, without its values."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: str
+    requires_grad: bool
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Like:
+        return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype, str(tensor.device), bool(tensor.requires_grad))
+
+    def make(self) -> Tensor:
+        made = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device).zero_()
+        return made.requires_grad_(self.requires_grad)
+
+
+def kinds(value: Any) -> Any:
+    """A call's arguments with every tensor replaced by its kind."""
+    if isinstance(value, Tensor):
+        return Like.of(value)
+    if isinstance(value, dict):
+        return {key: kinds(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
+        return type(value)(kinds(item) for item in value)
+    return value
+
+
+def made(value: Any) -> Any:
+    """The opposite of `kinds`."""
+    if isinstance(value, Like):
+        return value.make()
+    if isinstance(value, dict):
+        return {key: made(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
+        return type(value)(made(item) for item in value)
+    return value
+
+
+@dataclass(frozen=True)
+class Call:
+    """One kind of call of a module: kinds of its arguments, and the autocast that it is made in."""
+
+    module: nn.Module
+    args: Any
+    kwargs: Any
+    autocast: tuple[str, torch.dtype] | None
+
+
+class Captured:
+    """Notes how modules are called while it is entered, one entry a distinct kind of call.
+
+    It stands where a compiled call will stand, so that what it sees is what will be compiled.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], takes: Callable[[tuple[Any, ...]], bool] = lambda args: True):
+        self.modules, self.takes = modules, takes
+        self.calls: list[Call] = []
+        self._seen: set[str] = set()
+
+    def __enter__(self) -> Captured:
+        for module in self.modules:
+            module._compiled_call_impl = partial(self._note, module)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for module in self.modules:
+            del module._compiled_call_impl
+
+    def _note(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if self.takes(args):
+            call = Call(module, kinds(args), kinds(kwargs), _autocast((*args, *kwargs.values())))
+            structure = [(n, tuple(p.shape), p.requires_grad) for n, p in module.named_parameters()]
+            sign = repr((type(module), structure, call.args, call.kwargs, call.autocast))
+            if sign not in self._seen:
+                self._seen.add(sign)
+                self.calls.append(call)
+        return module._call_impl(*args, **kwargs)
+
+
+def _autocast(values: tuple[Any, ...]) -> tuple[str, torch.dtype] | None:
+    """The autocast in force for the device of the first tensor."""
+    device = next((t.device.type for t in values if isinstance(t, Tensor)), "cpu")
+    return (device, torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else None
