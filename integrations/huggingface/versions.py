@@ -48,27 +48,27 @@ _METHODS = (
 
 RUN_EPOCH = Symbol(
     f"{_TRAINER}._run_epoch",
-    "5.0",
+    "5.10",
     "a callback added to a trainer that was built gets its buckets from the next train() on",
 )
 GRAD_NORM = Symbol(
-    f"{_TRAINER}._get_grad_norm", "5.0", "gradients are put right where the host clips, or else just before its step"
+    f"{_TRAINER}._get_grad_norm", "5.10", "gradients are put right where the host clips, or else just before its step"
 )
 COUNT = Symbol(
-    f"{_TRAINER}._get_num_items_in_batch", "4.53", "a window is counted after the host has fetched and counted it"
+    f"{_TRAINER}._get_num_items_in_batch", "4.57", "a window is counted after the host has fetched and counted it"
 )
 SCALED = Symbol(
-    f"{_TRAINER}.loss_is_scaled_for_ga", "5.17", "the host is told by model_accepts_loss_kwargs, during its step"
+    f"{_TRAINER}.loss_is_scaled_for_ga", "5.20", "the host divides a loss by its micro-batches: by one, during our step"
 )
-ROTATE = Symbol("transformers.trainer_utils:rotate_checkpoints", "5.0", "Trainer._rotate_checkpoints is asked")
+ROTATE = Symbol("transformers.trainer_utils:rotate_checkpoints", "5.10", "Trainer._rotate_checkpoints is asked")
 STRATEGY = Symbol(
     "transformers.training_args:TrainingArguments.train_sampling_strategy",
-    "5.0",
+    "5.10",
     "the host's group_by_length is read instead",
 )
 WORKERS = Symbol(
     "transformers.training_args:TrainingArguments.dataloader_multiprocessing_context",
-    "5.20",
+    "5.15",
     "workers start as the platform does it",
 )
 TABLE = (
@@ -125,11 +125,19 @@ def hold_fetching(patches: Held, fetch: Callable[..., Any], count: Callable[...,
 
 @contextmanager
 def scaled(trainer: Any, weighed: bool) -> Iterator[None]:
-    """Inside, the host does not divide a loss by the micro-batches of its window, where it is `weighed` already."""
-    name = "loss_is_scaled_for_ga" if SCALED.here else "model_accepts_loss_kwargs"
-    held = Held(trainer)
+    """Inside, the host does not divide a loss by the micro-batches of its window, where it is `weighed` already.
+
+    A host that cannot be told so divides by one.
+    """
+    number, count = "current_gradient_accumulation_steps", "gradient_accumulation_steps"
+    if SCALED.here:
+        held, name, value = Held(trainer), "loss_is_scaled_for_ga", True
+    elif hasattr(trainer, number):
+        held, name, value = Held(trainer), number, 1
+    else:
+        held, name, value = Held(trainer.args), count, 1
     if weighed:
-        held.value(name, True)
+        held.value(name, value)
     try:
         yield
     finally:

@@ -55,7 +55,9 @@ _EVENTS = (
     "teardown",
 )
 
-PIPELINE = Symbol(f"{_TRAINER}._build_train_pipeline", "8.4.0", "the host does not halve a batch that is out of memory")
+PIPELINE = Symbol(
+    f"{_TRAINER}._build_train_pipeline", "8.4.60", "the host does not halve a batch that is out of memory"
+)
 NAN_RECOVERY = Symbol(f"{_TRAINER}._handle_nan_recovery", "8.4.0", "the host has no recovery that could undo updates")
 WARMUP = Symbol(f"{_TRAINER}._get_warmup_iterations", "8.4.140", "its rule is written out: at least 100 micro-batches")
 LOSS_METHOD = Symbol(
@@ -65,7 +67,7 @@ TERM_NAMES = Symbol(
     "ultralytics.utils.loss:v8DetectionLoss.loss_names", "8.4.140", "terms are named by the criterion's class"
 )
 GROUP_NAMES = Symbol(f"{_TRAINER}.build_optimizer(muon)", "8.4.0", "parameter groups are known by their order")
-DISTILLATION = Symbol("ultralytics.nn.distill_model:DistillationModel", "8.4.140", "there is nothing to refuse")
+DISTILLATION = Symbol("ultralytics.nn.distill_model:DistillationModel", "8.4.100", "there is nothing to refuse")
 UNWRAP = Symbol("ultralytics.utils.torch_utils:unwrap_model", "8.3.200", "de_parallel does the same")
 TABLE = (
     *(Symbol(f"{_TRAINER}.{name}") for name in _MEMBERS),
