@@ -130,14 +130,11 @@ def scaled(trainer: Any, weighed: bool) -> Iterator[None]:
     A host that cannot be told so divides by one.
     """
     number, count = "current_gradient_accumulation_steps", "gradient_accumulation_steps"
-    if SCALED.here:
-        held, name, value = Held(trainer), "loss_is_scaled_for_ga", True
-    elif hasattr(trainer, number):
-        held, name, value = Held(trainer), number, 1
-    else:
-        held, name, value = Held(trainer.args), count, 1
-    if weighed:
-        held.value(name, value)
+    held = Held(trainer if SCALED.here or hasattr(trainer, number) else trainer.args)
+    if weighed and SCALED.here:
+        held.value("loss_is_scaled_for_ga", True)
+    elif weighed:
+        held.value(number if held.target is trainer else count, 1)
     try:
         yield
     finally:

@@ -55,9 +55,7 @@ _EVENTS = (
     "teardown",
 )
 
-PIPELINE = Symbol(
-    f"{_TRAINER}._build_train_pipeline", "8.4.60", "the host does not halve a batch that is out of memory"
-)
+PIPELINE = Symbol(f"{_TRAINER}._build_train_pipeline", "8.4.60", "such a host halves no batch for lack of memory")
 NAN_RECOVERY = Symbol(f"{_TRAINER}._handle_nan_recovery", "8.4.0", "the host has no recovery that could undo updates")
 WARMUP = Symbol(f"{_TRAINER}._get_warmup_iterations", "8.4.140", "its rule is written out: at least 100 micro-batches")
 LOSS_METHOD = Symbol(
