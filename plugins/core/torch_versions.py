@@ -15,6 +15,8 @@ from typing import Any
 import torch
 import torch._dynamo.config as dynamo_config
 import torch._functorch.config as functorch_config
+from torch._dynamo import trace_rules
+from torch._dynamo.external_utils import wrap_inline
 from torch._dynamo.utils import CompilationMetrics
 
 LIMITS = ("Dynamo recompile limit exceeded", "cache_size_limit reached", "recompile_limit reached")
@@ -82,7 +84,7 @@ def compiled(function: Callable[..., Any], limit: int, isolate: bool, **argument
         arguments["recompile_limit"] = limit
     if ISOLATION.here:
         arguments["isolate_recompiles"] = isolate
-    found: Callable[..., Any] = torch.compile(function, **arguments)
+    found: Callable[..., Any] = torch.compile(_traced(function), **arguments)
     if RECOMPILE_LIMIT.here:
         return found
 
@@ -91,6 +93,13 @@ def compiled(function: Callable[..., Any], limit: int, isolate: bool, **argument
             return found(*args, **kwargs)
 
     return limited
+
+
+def _traced(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A module's call that torch traces: an older one skips frames of its own layers, and would run them eagerly."""
+    module = getattr(function, "__self__", None)
+    skipped = isinstance(module, torch.nn.Module) and trace_rules.check(module.forward)
+    return wrap_inline(function) if skipped and not ISOLATION.here else function
 
 
 def backward_settings() -> AbstractContextManager[Any]:
