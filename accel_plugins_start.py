@@ -1,8 +1,8 @@
 """Start-up hook of the stock `yolo` and `ultralytics` commands, imported by the line in `accel_plugins.pth`.
 
-`accel` starts here too. That line runs while the interpreter still collects its paths, so nothing but the standard library may be
-imported here: `arm()` only waits for `ultralytics.cfg` and puts our entry point in front of the host's. What
-happens then is written in `integrations/ultralytics/command.py`.
+`accel` starts here too. That line runs while the interpreter still collects its paths, so nothing but the standard
+library may be imported here: `arm()` only waits for `ultralytics.cfg` and puts our entry point in front of the host's.
+What happens then is written in `integrations/ultralytics/command.py`.
 """
 
 from __future__ import annotations
