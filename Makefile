@@ -1,5 +1,6 @@
 # make demo [HOST=yolo]   set up, then train the host's demo
 # make test               set up, then lint, type check and run the tests
+# make test-oldest        the part of the tests in tests/oldest.txt, at the oldest versions, in an environment of its own
 # make bench              the benchmarks, as ratios of two things run in turn
 
 PYTHON ?= python3
@@ -14,7 +15,11 @@ export HF_HUB_OFFLINE := 1
 export TORCHINDUCTOR_CACHE_DIR ?= $(CURDIR)/.cache/inductor
 export MPLBACKEND := agg
 
-.PHONY: demo test lint bench why clean
+OLDEST := .venv-oldest
+OLDEST_READY := $(OLDEST)/.ready
+OLDEST_PYTHON ?= $(shell python3.10 -c 'import sys; print(sys.executable)' 2>/dev/null || echo $(PYTHON))
+
+.PHONY: demo test test-oldest lint bench why clean
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
@@ -25,6 +30,17 @@ demo: $(READY)
 
 test: lint
 	$(BIN)/python -m pytest
+
+$(OLDEST_READY): pyproject.toml constraints-oldest.txt
+	$(OLDEST_PYTHON) -m venv $(OLDEST)
+	$(OLDEST)/bin/python -m pip install --quiet --constraint constraints-oldest.txt --editable '.[test]'
+	touch $(OLDEST_READY)
+
+test-oldest: export TORCHINDUCTOR_CACHE_DIR := $(CURDIR)/.cache/inductor-oldest
+test-oldest: export YOLO_CONFIG_DIR := $(CURDIR)/.cache/ultralytics-oldest
+test-oldest: $(OLDEST_READY)
+	mkdir -p $(YOLO_CONFIG_DIR)
+	$(OLDEST)/bin/python -m pytest @tests/oldest.txt
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -38,4 +54,4 @@ why: $(READY)
 	$(BIN)/python examples/why.py
 
 clean:
-	rm -rf $(VENV) .cache demo build dist
+	rm -rf $(VENV) $(OLDEST) .cache demo build dist

@@ -1,8 +1,8 @@
 """Start-up hook of the stock `yolo` and `ultralytics` commands, imported by the line in `accel_plugins.pth`.
 
-That line runs while the interpreter still collects its paths, so nothing but the standard library may be
-imported here: `arm()` only waits for `ultralytics.cfg` and puts our entry point in front of the host's. What
-happens then is written in `integrations/ultralytics/command.py`.
+`accel` starts here too. That line runs while the interpreter still collects its paths, so nothing but the standard
+library may be imported here: `arm()` only waits for `ultralytics.cfg` and puts our entry point in front of the host's.
+What happens then is written in `integrations/ultralytics/command.py`.
 """
 
 from __future__ import annotations
@@ -62,6 +62,16 @@ def _stand_in_front(module: ModuleType) -> None:
         return command.run(host)
 
     module.entrypoint = entrypoint  # type: ignore[attr-defined]
+
+
+def accel() -> None:
+    """Entry point of `accel`: where another package has our name, that is said in one line."""
+    if complaint := shadowed(["plugins.yolo"]):
+        print(f"accel: {complaint}", file=sys.stderr)
+        raise SystemExit(1)
+    from plugins.cli import main
+
+    main()
 
 
 def shadowed(argv: Sequence[str]) -> str | None:

@@ -27,9 +27,10 @@ def _accel() -> None:
 
 @app.command()
 def doctor() -> None:
-    """Say what was found here: versions, devices, precision, compiler."""
+    """Say what was found here: versions, devices, precision, compiler, and what works in another way for lack of it."""
     import torch
 
+    from plugins import doctor as looking
     from plugins.core.precision import bf16_is_fast
     from plugins.core.report import versions
     from plugins.core.toolchain import missing_compiler
@@ -44,7 +45,14 @@ def doctor() -> None:
         table.add_row(name, label)
         table.add_row("  precision=auto", "bf16" if bf16_is_fast(device) else "fp32")
         table.add_row("  compile", missing_compiler(device, "inductor") or "can compile")
-    _console().print(table)
+    console = _console()
+    console.print(table)
+    lacks = Table("of", "not in this release", "seen since", "what is done")
+    for lack in looking.lacking():
+        lacks.add_row(*lack)
+    console.print(lacks if lacks.row_count else "all that the plugs use of torch and of the hosts is here")
+    for line in looking.words():
+        console.print(line)
 
 
 @app.command()

@@ -81,6 +81,10 @@ class AccelCallback(TrainerCallback):
         except REFUSALS as error:
             raise AccelError(str(error)) from None
 
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.adapter is not None:
+            self.adapter.epoch_begins()
+
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.adapter is not None:
             self.adapter.windows.before_step()

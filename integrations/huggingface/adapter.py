@@ -4,7 +4,8 @@ Two groups of patches. `entry` stays while the callback is in the trainer, becau
 `train()` or `evaluate()` begins: `train`, `_inner_training_loop`, `_get_dataloader`, `evaluation_loop`. `run` holds
 for one run and is undone at its end and on an exception: `compute_loss`, `training_step`, `get_batch_samples`,
 `_get_num_items_in_batch`, `prediction_step`, `_clip_grad_norm`, `_get_grad_norm`, `save_model`,
-`_save_checkpoint`, `_run_epoch`, `loss_is_scaled_for_ga`, `compute_loss_context_manager`.
+`_save_checkpoint`, `_run_epoch`, `compute_loss_context_manager`, and during a step `loss_is_scaled_for_ga`. Where a
+release lacks one of them: `versions.py`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 
 import torch
 
-from integrations.huggingface import arguments, evaluation
+from integrations.huggingface import arguments, evaluation, versions
 from integrations.huggingface.holding import Held, caller_local
 from integrations.huggingface.layout import Layout
 from integrations.huggingface.lengths import length_key
@@ -49,6 +50,7 @@ class Adapter:
         self.average: Any = None
         self.config = tools.config
         self.entry, self.run = Held(trainer), Held(trainer)
+        self._on_accelerator = Held(trainer.accelerator)
         self.starting = Starting(trainer, self.config, tools.seed, self._say, self.end)
         self.on_model: list[Held] = []  # others on its config and its wrapper
         self.losses = Losses(trainer, self.config.normalise == "exact", self._approximate)
@@ -60,6 +62,8 @@ class Adapter:
         arguments.refuse_contradictions(trainer, self.config)
         if self._late:
             arguments.refuse_late(trainer, self.config)
+            if self.config.buckets != "off" and not versions.RUN_EPOCH.here:
+                self._say(f"buckets={self.config.buckets}: {versions.RUN_EPOCH.without}")
         self._install_entry()
 
     @property
@@ -91,21 +95,21 @@ class Adapter:
     def _install_losses(self, patches: Held) -> None:
         compute_loss = self.trainer.compute_loss
         patches.method("compute_loss", self._compute_loss)
-        patches.method("_get_num_items_in_batch", self._get_num_items_in_batch)
+        if versions.COUNT.here:  # an older host counts nothing in an evaluation
+            patches.method("_get_num_items_in_batch", self._get_num_items_in_batch)
         patches.method("prediction_step", lambda o, *a, **k: self.losses.prediction_step(o, compute_loss, *a, **k))
 
     def _install_run(self, saving: Saving) -> None:
         patches, windows = self.run, self.windows
         self._install_losses(patches)
         patches.method("training_step", windows.training_step)
-        patches.method("get_batch_samples", windows.get_batch_samples)
-        patches.method("_clip_grad_norm", lambda original, model: None)
-        patches.method("_get_grad_norm", windows.get_grad_norm)
+        versions.hold_fetching(patches, windows.get_batch_samples, self._get_num_items_in_batch)
+        versions.hold_gradients(self.trainer, patches, self._on_accelerator, windows.get_grad_norm)
         patches.method("save_model", saving.save_model)
         patches.method("_save_checkpoint", saving.save_checkpoint)
-        patches.method("_run_epoch", self._run_epoch)
+        if versions.RUN_EPOCH.here:
+            patches.method("_run_epoch", self._run_epoch)
         patches.method("compute_loss_context_manager", self._compute_loss_context)
-        patches.value("loss_is_scaled_for_ga", windows.host_scaled)
 
     def detach(self) -> None:
         """Take everything off the trainer."""
@@ -198,6 +202,7 @@ class Adapter:
         session, self.session = self.session, None
         trainer = self.trainer
         self.run.undo()
+        self._on_accelerator.undo()
         self.starting.arguments.undo()
         if session is None:
             return
@@ -216,6 +221,11 @@ class Adapter:
         if self.average is not None and not best:
             self.average.adopt()
         self.end()
+
+    def epoch_begins(self) -> None:
+        """on_epoch_begin, before the first batch is drawn, of a host whose loop has no method an epoch."""
+        if not versions.RUN_EPOCH.here:
+            self.loaders.set_epoch(versions.epoch_at_hand())
 
     def _run_epoch(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._late_loader is None and self._late and "train_dataloader" in kwargs:

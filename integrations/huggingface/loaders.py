@@ -10,6 +10,7 @@ from weakref import WeakKeyDictionary
 from accelerate.utils import gather_object
 from torch.utils.data import DataLoader, IterableDataset
 
+from integrations.huggingface import versions
 from integrations.huggingface.collator import BucketCollator, BucketedStream, PlacedDataset
 from integrations.huggingface.edges import expected_tokens, find_edges, padded_tokens, with_overflow
 from integrations.huggingface.lengths import (
@@ -140,12 +141,11 @@ class Loaders:
         trainer = self.trainer
         name = "_get_train_sampler" if is_training else "_get_eval_sampler"
         own = getattr(type(trainer), name) is not getattr(Trainer, name)
-        strategy = str(getattr(trainer.args, "train_sampling_strategy", "random"))
-        chosen = is_training and strategy not in ("random", "SamplingStrategy.RANDOM")
+        chosen = versions.chosen_order(trainer.args) if is_training else ""
         if (own or chosen) and self.buckets != "auto":
-            what = f"train_sampling_strategy={strategy}" if chosen else f"{type(trainer).__name__}.{name}"
+            what = chosen or f"{type(trainer).__name__}.{name}"
             self.say(f"buckets={self.buckets}: {what} orders the samples; leave one of the two out. Buckets are off")
-        return own or chosen
+        return own or bool(chosen)
 
     def _edges(self, lengths: list[int], group: int, is_training: bool) -> list[int] | None:
         longest = max(lengths)

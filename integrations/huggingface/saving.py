@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from integrations.huggingface import checkpoints
+from integrations.huggingface import checkpoints, versions
 from integrations.huggingface.holding import Held
 
 
@@ -57,7 +57,7 @@ class Saving:
         if pushed:
             trainer._push_from_checkpoint(str(final))
         if main:
-            _rotate(trainer, run)
+            versions.rotate(trainer, run)
 
     def _beside_the_users(self, original: Callable[..., Any], final: Path, model: Any, trial: Any) -> None:
         """A `_save_checkpoint` of the user's writes where and what it wants; ours is added to its folder."""
@@ -107,14 +107,3 @@ def _is_hosts(save_checkpoint: Any) -> bool:
     from transformers import Trainer
 
     return getattr(save_checkpoint, "__func__", None) is Trainer._save_checkpoint
-
-
-def _rotate(trainer: Any, run: Path) -> None:
-    from transformers.trainer_utils import rotate_checkpoints
-
-    rotate_checkpoints(
-        output_dir=str(run),
-        save_total_limit=trainer.args.save_total_limit,
-        best_model_checkpoint=trainer.state.best_model_checkpoint,
-        use_mtime=True,
-    )

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from integrations.huggingface import counting
+from integrations.huggingface import counting, versions
 from integrations.huggingface.layout import Layout
 from integrations.huggingface.losses import Losses
 
@@ -31,7 +31,6 @@ class Windows:
         self.trainer, self.session, self.losses, self.layout, self.keep = trainer, session, losses, layout, keep
         self.micro_batches: list[Any] = []
         self.outcome: Any = None
-        self.host_scaled = trainer.loss_is_scaled_for_ga
         self._left = 0  # micro-batches of the window that are still to come
         self._begun = False
 
@@ -53,10 +52,7 @@ class Windows:
             losses.find_rule(batches, self.layout.compute_loss)
         elif batches:
             losses.check_rule(batches, self.layout.compute_loss)
-        found = losses.begin_window(original, batches, device)
-        # the host divides a loss by K unless it is told that it is scaled already
-        self.trainer.loss_is_scaled_for_ga = True if losses.weighs else self.host_scaled
-        return found
+        return losses.begin_window(original, batches, device)
 
     def _set_problem_type(self, batch: Any) -> None:
         """Heads write it into their config in the first forward, which would make the compiler start again."""
@@ -75,7 +71,8 @@ class Windows:
             session.shape(main.shape, _padding(inputs.get("attention_mask")))
         if first:
             self._plan(model, inputs, main)
-        with self.losses.micro_batch():
+        # the host divides a loss by K unless it is told that it is scaled already
+        with self.losses.micro_batch(), versions.scaled(self.trainer, self.losses.weighs):
             loss = original(model, inputs, *args, **kwargs)
         self._left -= 1
         if self._left:
@@ -109,7 +106,9 @@ class Windows:
 
     def before_step(self) -> None:
         """on_pre_optimizer_step. Without gradients the host's step moves nothing; a scaler skips by itself."""
-        if self.outcome is None or self.outcome.stepped:
+        if self.outcome is None:  # a host that asks for the norm only where it clips
+            self.outcome = self.session.prepare()
+        if self.outcome.stepped:
             return
         for number in self.losses.not_finite():
             step = self.trainer.state.global_step + 1

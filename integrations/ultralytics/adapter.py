@@ -18,14 +18,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from ultralytics.nn.distill_model import DistillationModel
 from ultralytics.nn.tasks import BaseModel
 from ultralytics.utils import RANK
-from ultralytics.utils.torch_utils import unwrap_model
 
 from integrations.patches import Patches
 from integrations.seam import Seam, UnsupportedRun
-from integrations.ultralytics import loader, schedule
+from integrations.ultralytics import loader, schedule, versions
 from integrations.ultralytics.average import HostAverage, set_decay
 from integrations.ultralytics.layout import Layout
 from integrations.ultralytics.losses import Losses
@@ -39,7 +37,7 @@ class Adapter:
 
     def __init__(self, trainer: Any, seam: Seam) -> None:
         self.trainer, self.seam = trainer, seam
-        self.model: nn.Module = unwrap_model(trainer.model)
+        self.model: nn.Module = versions.unwrap(trainer.model)
         self.patches = Patches()
         self._callbacks = {
             "on_train_epoch_start": self._epoch_start,
@@ -86,7 +84,7 @@ class Adapter:
             expected=host_accumulate,
             clip_norm=HOST_CLIP_NORM,
             scaler=trainer.scaler,
-            average=HostAverage(trainer),
+            average=HostAverage(trainer) if trainer.ema else None,  # an older host has it on rank 0 only
             groups=losses.groups,
             schedule=self._set_rates,
             dims=(2, 3) if varies else (),
@@ -123,9 +121,11 @@ class Adapter:
         put(trainer, "optimizer_step", self._optimizer_step)
         self._preprocess = put(trainer, "preprocess_batch", self._preprocess_batch)
         self._train_mode = put(trainer, "_model_train", self._model_train)
-        self._build = put(trainer, "_build_train_pipeline", self._build_train_pipeline)
+        if versions.PIPELINE.here:
+            self._build = put(trainer, "_build_train_pipeline", self._build_train_pipeline)
         self._host_validate = put(trainer, "validate", self._validate)
-        self._recover = put(trainer, "_handle_nan_recovery", self._handle_nan_recovery)
+        if versions.NAN_RECOVERY.here:
+            self._recover = put(trainer, "_handle_nan_recovery", self._handle_nan_recovery)
         self._close_mosaic = put(trainer, "_close_dataloader_mosaic", self._close_dataloader_mosaic)
         for event, function in self._callbacks.items():
             trainer.add_callback(event, function)
@@ -163,6 +163,7 @@ class Adapter:
     def _preprocess_batch(self, batch: dict[str, Any]) -> dict[str, Any]:
         first = self.seam.window.empty
         self._index += 1
+        self.trainer.accumulate = 1  # an older host's warm-up has just set its own
         self.seam.micro_batch(batch["img"].shape[0], expected=self._due() if self.size is None else None)
         if getattr(self.trainer.args, "multi_scale", 0.0) and self.seam.window.expected > 1:
             batch = self._preprocess_at_one_scale(batch, first)
@@ -275,12 +276,12 @@ def check_trainer(trainer: Any) -> None:
     Raises:
         UnsupportedRun
     """
-    if trainer.args.compile:
+    if compiles := getattr(trainer.args, "compile", False):
         raise UnsupportedRun(
-            f"compile={trainer.args.compile}: the host's own compile and the plug exclude each other; "
+            f"compile={compiles}: the host's own compile and the plug exclude each other; "
             "leave compile out and set accel.compile=on"
         )
-    if isinstance(unwrap_model(trainer.model), DistillationModel):
+    if versions.distils(trainer.model):
         raise UnsupportedRun("distill_model: not served by plugins.yolo; leave out callbacks=plugins.yolo")
 
 

@@ -31,6 +31,8 @@ class HostAverage:
 
 def set_decay(trainer: Any, seam: Seam, decay: float | str) -> None:
     """The host's ramp with another ceiling; `off` keeps the average equal to the live weights."""
+    if trainer.ema is None:  # an older host has it on rank 0 only
+        return
     if decay == "off":
         trainer.ema.decay = lambda updates: 0.0
     elif decay != "host":

@@ -33,9 +33,9 @@ class Layout(layout.Layout):
 
     def store(self, order: torch.memory_format) -> None:
         super().store(order)
-        average = self.trainer.ema
-        average.ema.to(memory_format=order)
-        average._pairs = None  # it caches tensors, and these have new storages
+        if (average := self.trainer.ema) is not None:  # an older host has it on rank 0 only
+            average.ema.to(memory_format=order)
+            average._pairs = None  # it caches tensors, and these have new storages
 
     @property
     def host_precision(self) -> str:

@@ -23,6 +23,7 @@ from ultralytics.utils.loss import (
 
 from integrations.patches import Patches
 from integrations.seam import Seam
+from integrations.ultralytics import versions
 
 ONE_TO_ONE, ONE_TO_MANY, ALL = "one2one", "one2many", ""
 DETECTION_TERMS = ("box_loss", "cls_loss", "dfl_loss", "l1_loss", "angle_loss")
@@ -48,7 +49,7 @@ class Losses:
         elif hasattr(criterion, ONE_TO_MANY) and hasattr(criterion, ONE_TO_ONE):
             self._end_to_end(model, criterion)
         elif isinstance(criterion, v8DetectionLoss):
-            self._detection(criterion, ALL)
+            self._detection(model, "criterion", ALL)
         elif isinstance(criterion, v8ClassificationLoss):
             self._whole(model, lambda batch: len(batch["cls"]))
         elif isinstance(criterion, RTDETRDetectionLoss):
@@ -65,34 +66,36 @@ class Losses:
             ONE_TO_MANY: [p for n, p in named if ONE_TO_ONE not in n],
         }
         for group in self.groups:
-            self._detection(getattr(criterion, group), group)
+            self._detection(criterion, group, group)
 
-    def _detection(self, leaf: v8DetectionLoss, group: str) -> None:
+    def _detection(self, owner: Any, attribute: str, group: str) -> None:
         """Weight one detection criterion. The target scores' sum is seen where its assigner returns them."""
+        leaf = getattr(owner, attribute)
+        names = versions.term_names(leaf)
         if type(leaf) not in (v8DetectionLoss, v8OBBLoss):
-            own = [name for name in leaf.loss_names if name not in DETECTION_TERMS]
+            own = [name for name in names if name not in DETECTION_TERMS]
             self.seam.approximate(f"{type(leaf).__name__}: {', '.join(own) or 'its own terms'}")
         captured: list[Tensor] = []
         assigner = leaf.assigner
-        exact = torch.tensor([name in DETECTION_TERMS for name in leaf.loss_names], device=leaf.device)
-        wholly = all(name in DETECTION_TERMS for name in leaf.loss_names)
+        exact = torch.tensor([name in DETECTION_TERMS for name in names], device=leaf.device)
+        wholly = all(name in DETECTION_TERMS for name in names)
 
         def assign(*args: Any, **kwargs: Any) -> Any:
             found = assigner(*args, **kwargs)
             captured[:] = [found[2].detach().sum()]  # target_scores [B, anchors, classes]
             return found
 
-        def loss(preds: dict[str, Tensor], batch: dict[str, Any]) -> Any:
+        def loss(preds: Any, batch: dict[str, Any]) -> Any:
             value, items = original(preds, batch)
             if not torch.is_grad_enabled() or not captured:
                 return value, items
-            weight = self.seam.batch_mean(preds["boxes"].shape[0], captured.pop(), group)
+            weight = self.seam.batch_mean(batch["img"].shape[0], captured.pop(), group)
             if isinstance(weight, float) and weight == 1.0:
                 return value, items
             factors = weight if wholly else torch.where(exact, weight, self.seam.share(group))
             return value * factors, items
 
-        original = self.patches.put(leaf, "loss", loss)
+        original = versions.hold_loss(self.patches, owner, attribute, loss)
         self.patches.put(leaf, "assigner", assign)
 
     def _whole(self, model: nn.Module, count: Callable[[dict[str, Any]], int]) -> None:

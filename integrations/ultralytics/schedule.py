@@ -6,9 +6,9 @@ import math
 from typing import Any
 
 import numpy as np
-from ultralytics.utils import YAML
 
 from integrations.seam import UnsupportedRun
+from integrations.ultralytics import versions
 
 
 def window_size(config: Any, batch: int) -> int | None:
@@ -39,14 +39,14 @@ def window_size_rounded(config: Any, batch: int) -> int | None:
 def chosen_by_host(trainer: Any) -> bool:
     """Whether the host found this batch by the memory that was free (`batch=-1`); its args.yaml has what was asked."""
     path = trainer.save_dir / "args.yaml"
-    return path.is_file() and float(YAML.load(path).get("batch", 1)) < 1
+    return path.is_file() and float(versions.read_yaml(path).get("batch", 1)) < 1
 
 
 def set_weight_decay(trainer: Any, effective: int) -> None:
     """The host's rule (decay times effective batch over nbs) for the effective batch that is in force."""
     decay = trainer.args.weight_decay * effective / trainer.args.nbs
     for group in trainer.optimizer.param_groups:
-        if group.get("param_group") in {"weight", "muon"}:
+        if versions.group_name(trainer, group) in {"weight", "muon"}:
             group["weight_decay"] = decay
 
 
@@ -67,9 +67,9 @@ def host_window(trainer: Any, index: int, nominal: int) -> int:
     `index` is the micro-batch's in its epoch.
     """
     batches = len(trainer.train_loader)
-    warm_up_batches, at = trainer._get_warmup_iterations(batches), index + batches * trainer.epoch
+    warm_up_batches, at = versions.warmup_iterations(trainer, batches), index + batches * trainer.epoch
     if warm_up_batches and at <= warm_up_batches:
-        return max(1, int(np.interp(at, [0, warm_up_batches], [1, nominal]).round()))
+        return max(1, int(np.interp(at, [0, warm_up_batches], [1, versions.top_of_ramp(trainer, nominal)]).round()))
     return nominal
 
 
@@ -78,12 +78,12 @@ def warm_up(trainer: Any, update: int, an_epoch: float) -> None:
 
     The host interpolates over micro-batches; its rule is kept, the index is the update's, `an_epoch` updates an epoch.
     """
-    updates = trainer._get_warmup_iterations(an_epoch)
+    updates = versions.warmup_iterations(trainer, an_epoch)
     if not updates or update > updates:
         return
     span, args = [0, updates], trainer.args
     for group in trainer.optimizer.param_groups:
-        start = args.warmup_bias_lr if group.get("param_group") == "bias" else 0.0
+        start = args.warmup_bias_lr if versions.group_name(trainer, group) == "bias" else 0.0
         group["lr"] = float(np.interp(update, span, [start, group["initial_lr"] * trainer.lf(trainer.epoch)]))
         if "momentum" in group:
             group["momentum"] = float(np.interp(update, span, [args.warmup_momentum, args.momentum]))

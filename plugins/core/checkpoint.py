@@ -101,8 +101,11 @@ def unwrap(model: torch.nn.Module) -> torch.nn.Module:
 
 def digest(path: Path) -> str:
     """SHA-256 of a file, hexadecimal."""
+    found = hashlib.sha256()
     with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        while block := file.read(1 << 20):
+            found.update(block)
+    return found.hexdigest()
 
 
 def beside(checkpoint: Path, identity: str) -> Path:

@@ -18,11 +18,11 @@ from typing import Any
 
 import torch
 import torch._dynamo.callback as compile_callbacks
-import torch._functorch.config as functorch_config
 from torch import nn
 from torch._inductor import list_mode_options
 from torch._inductor.exc import CppCompileError
 
+from plugins.core import torch_versions
 from plugins.core.batchnorm import Statistics
 from plugins.core.decision import CompileOutcome, CompileResult
 from plugins.core.shapes import Marker
@@ -71,8 +71,8 @@ class InPlace:
         self._arguments: dict[str, Any] = {
             "backend": backend,
             "dynamic": dynamic,
-            "recompile_limit": limit,
-            "isolate_recompiles": isolate,
+            "limit": limit,
+            "isolate": isolate,
         }
         if backend == "inductor":
             # Trusting the CPU's own flags saves four test builds, 5 s of the first compile in a cache folder.
@@ -126,7 +126,7 @@ class InPlace:
         """
         compiles = 0
 
-        def started(_: object) -> None:
+        def started(*_: object) -> None:
             nonlocal compiles
             compiles += 1
             if compiles == 1 and not self._breaks:
@@ -148,7 +148,7 @@ class InPlace:
             self._breaks = self._breaks or compiles > 1
 
     def _build(self) -> Callable[..., Any]:
-        return torch.compile(self.module._call_impl, **self._arguments)
+        return torch_versions.compiled(self.module._call_impl, **self._arguments)
 
 
 def refuse_inside_autocast() -> None:
@@ -216,9 +216,12 @@ def preallocate_gradients(model: nn.Module) -> None:
 
 @contextmanager
 def _compile_settings(quiet: bool) -> Iterator[None]:
-    """Settings of a lazy compile: backward outside autocast, lowered at once so that its errors come here."""
-    patch = functorch_config.patch(backward_pass_autocast="off", force_non_lazy_backward_lowering=True)
-    with patch, _same_cache_keys(), _without_log("torch._guards") if quiet else nullcontext():
+    """Settings of a lazy compile."""
+    with (
+        torch_versions.backward_settings(),
+        _same_cache_keys(),
+        _without_log("torch._guards") if quiet else nullcontext(),
+    ):
         yield
 
 

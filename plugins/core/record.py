@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Self
+from typing import TYPE_CHECKING, Annotated
 
 from pydantic import BaseModel, ConfigDict, PlainValidator, ValidationError
 
 from plugins.core.plan import Plan
+
+if TYPE_CHECKING:
+    from typing_extensions import Self  # in typing from Python 3.11
 
 SHOWN = 200  # characters of a mistake: the value in it may be a whole file
 

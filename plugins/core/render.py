@@ -137,8 +137,11 @@ def _pictures(series: Series | None) -> list[str]:
     """Step time, norms, waiting, memory and padding over updates, as one SVG; compiles and switches are marked."""
     if series is None or len(series.seconds) < 2:
         return []
-    from matplotlib.backends.backend_svg import FigureCanvasSVG
-    from matplotlib.figure import Figure
+    try:
+        from matplotlib.backends.backend_svg import FigureCanvasSVG
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError:  # every plug's extra brings it; a bare install may lack it
+        return ["<p>pip install matplotlib, and later reports have pictures here</p>"]
 
     waits = [
         wait / (wait + own) if wait + own else 0.0 for wait, own in zip(series.waits, series.seconds, strict=False)

@@ -22,9 +22,10 @@ from torch._dynamo.utils import (
     set_compilation_metrics_limit,
 )
 
+from plugins.core import torch_versions
+
 ROWS_KEPT = 4096  # torch keeps 64
 TICK_SECONDS = 1.0
-LIMIT_HIT = "Dynamo recompile limit exceeded"
 
 
 class Watch:
@@ -89,7 +90,8 @@ class Watch:
 
     @property
     def recompile_reasons(self) -> list[str]:
-        return [str(row.recompile_reason) for row in self._rows() if row.is_forward and row.recompile_reason]
+        reasons = (torch_versions.recompile_reason(row) for row in self._rows() if row.is_forward)
+        return [reason for reason in reasons if reason]
 
     @property
     def fell_to_eager(self) -> list[str]:
@@ -97,7 +99,7 @@ class Watch:
         rows = self._rows()
         # The row of the limit does not name its frame, an earlier one of the same frame does: "3/0", then "3/8".
         names = {_frame(row): f"{row.co_filename}:{row.co_firstlineno} {row.co_name}" for row in rows if row.co_name}
-        hit = [row for row in rows if str(row.fail_reason or "").startswith(LIMIT_HIT)]
+        hit = [row for row in rows if torch_versions.reached_limit(row)]
         return [names.get(_frame(row), f"frame {_frame(row)}") for row in hit]
 
     @property
@@ -136,14 +138,14 @@ class Watch:
     def _is_ours(self, at: float) -> bool:
         return at >= self._started_us and not any(began <= at <= ended for began, ended in self._elsewhere)
 
-    def _started(self, _: object) -> None:
+    def _started(self, *_: object) -> None:
         self._open += 1
         if self._open == 1:
             self._since = time.perf_counter()
             self._phases.append(self.phase)
             self._tick()
 
-    def _ended(self, _: object) -> None:
+    def _ended(self, *_: object) -> None:
         self._open = max(self._open - 1, 0)
         if self._open == 0 and self._since:
             elapsed = time.perf_counter() - self._since

@@ -15,7 +15,7 @@ from plugins import AccelConfig, AccelError
 from plugins.hf import AccelCallback
 from tests import reference
 from tests.huggingface.heads import Rows, batch_for, model_for
-from tests.huggingface.runs import Spy, arguments, losses, report, trainer_for
+from tests.huggingface.runs import LOGGED, Spy, arguments, losses, report, trainer_for
 
 SPLIT = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4, "max_steps": 1}
 RUN_PATCHES = {
@@ -172,9 +172,9 @@ def test_label_smoothing(head, tmp_path):
     whole.train()
     # BERT ignores the host's count, so one plain batch is right; GPT-2's smoother divides by a count of all labels
     factor = float(losses(trainer)[0] / losses(whole)[0])
-    assert head == "gpt2-causal" or factor == pytest.approx(1.0, rel=2e-6)
+    assert head == "gpt2-causal" or factor == pytest.approx(1.0, rel=2e-6, abs=LOGGED)
     scaled = {name: g * factor for name, g in right.gradients[0].items()}
-    assert reference.difference(spy.gradients[0], scaled) <= 1e-6
+    assert reference.difference(spy.gradients[0], scaled) <= 1e-6 + LOGGED
 
 
 def test_a_micro_batch_without_any_label(tmp_path):

@@ -1,0 +1,169 @@
+"""What of transformers, accelerate and datasets the plug touches, and what it does where a release lacks it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from integrations.huggingface.holding import Held, caller_local
+from integrations.versions import Symbol
+
+_TRAINER = "transformers.trainer:Trainer"
+_EVENTS = ("on_init_end", "on_train_begin", "on_epoch_begin", "on_pre_optimizer_step", "on_optimizer_step")
+_METHODS = (
+    "train",
+    "_inner_training_loop",
+    "_get_dataloader",
+    "evaluation_loop",
+    "compute_loss",
+    "training_step",
+    "get_batch_samples",
+    "prediction_step",
+    "save_model",
+    "_save_checkpoint",
+    "compute_loss_context_manager",
+    "get_train_dataloader",
+    "_get_train_sampler",
+    "_get_eval_sampler",
+    "_get_output_dir",
+    "_push_from_checkpoint",
+    "_prepare_inputs",
+    "_remove_unused_columns",
+    "_get_collator_with_removed_columns",
+    "_train_batch_size",
+    "accelerator",
+    "callback_handler",
+    "compute_loss_func",
+    "data_collator",
+    "is_in_train",
+    "label_smoother",
+    "model_accepts_loss_kwargs",
+    "model_wrapped",
+    "optimizer",
+    "processing_class",
+    "state",
+)
+
+RUN_EPOCH = Symbol(
+    f"{_TRAINER}._run_epoch",
+    "5.10",
+    "a callback added to a trainer that was built gets its buckets from the next train() on",
+)
+GRAD_NORM = Symbol(
+    f"{_TRAINER}._get_grad_norm", "5.10", "gradients are put right where the host clips, or else just before its step"
+)
+COUNT = Symbol(
+    f"{_TRAINER}._get_num_items_in_batch", "4.57", "a window is counted after the host has fetched and counted it"
+)
+SCALED = Symbol(
+    f"{_TRAINER}.loss_is_scaled_for_ga", "5.20", "the host divides a loss by its micro-batches: by one, during our step"
+)
+ROTATE = Symbol("transformers.trainer_utils:rotate_checkpoints", "5.10", "Trainer._rotate_checkpoints is asked")
+STRATEGY = Symbol(
+    "transformers.training_args:TrainingArguments.train_sampling_strategy",
+    "5.10",
+    "the host's group_by_length is read instead",
+)
+WORKERS = Symbol(
+    "transformers.training_args:TrainingArguments.dataloader_multiprocessing_context",
+    "5.15",
+    "workers start as the platform does it",
+)
+TABLE = (
+    *(Symbol(f"{_TRAINER}.{name}") for name in _METHODS),
+    *(Symbol(f"transformers.trainer_callback:TrainerCallback.{name}") for name in (*_EVENTS, "on_step_end")),
+    Symbol("transformers.trainer_callback:TrainerCallback.on_train_end"),
+    Symbol(f"{_TRAINER}._inner_training_loop(resume_from_checkpoint)"),
+    Symbol(f"{_TRAINER}._inner_training_loop(train_dataloader)"),
+    Symbol("transformers.trainer_utils:seed_worker"),
+    Symbol("transformers.models.auto.modeling_auto:MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"),
+    Symbol("accelerate.utils:gather_object"),
+    Symbol("accelerate:Accelerator.clip_grad_norm_"),
+    Symbol("accelerate:Accelerator.scaler"),
+    Symbol("accelerate.optimizer:AcceleratedOptimizer.step_was_skipped"),
+    Symbol("accelerate.optimizer:AcceleratedOptimizer._is_overflow"),
+    Symbol("datasets:Dataset.column_names"),
+    RUN_EPOCH,
+    GRAD_NORM,
+    COUNT,
+    SCALED,
+    ROTATE,
+    STRATEGY,
+    WORKERS,
+)
+
+
+def hold_gradients(trainer: Any, patches: Held, on_accelerator: Held, norm: Callable[..., Any]) -> None:
+    """`norm(original, model)` answers what the host asks for once a window, after the last backward.
+
+    A host of before `_get_grad_norm` asks accelerate, and only where it clips.
+    """
+    if GRAD_NORM.here:
+        patches.method("_clip_grad_norm", lambda original, model: None)
+        patches.method("_get_grad_norm", norm)
+    else:
+        on_accelerator.method("clip_grad_norm_", lambda original, *_, **__: norm(original, trainer.model))
+
+
+def hold_fetching(patches: Held, fetch: Callable[..., Any], count: Callable[..., Any]) -> None:
+    """`fetch(original, ...)` is around a window's fetching, where `count(original, batches, device)` is asked.
+
+    A host of before `_get_num_items_in_batch` counts while it fetches, and its count is what the original gives.
+    """
+    if COUNT.here:
+        patches.method("get_batch_samples", fetch)
+        return
+
+    def fetched_and_counted(original: Callable[..., Any], iterator: Any, number: int, device: Any = None) -> Any:
+        batches, items = fetch(original, iterator, number, device)
+        return batches, count(lambda *_: items, batches, device)
+
+    patches.method("get_batch_samples", fetched_and_counted)
+
+
+@contextmanager
+def scaled(trainer: Any, weighed: bool) -> Iterator[None]:
+    """Inside, the host does not divide a loss by the micro-batches of its window, where it is `weighed` already.
+
+    A host that cannot be told so divides by one.
+    """
+    number, count = "current_gradient_accumulation_steps", "gradient_accumulation_steps"
+    held = Held(trainer if SCALED.here or hasattr(trainer, number) else trainer.args)
+    if weighed and SCALED.here:
+        held.value("loss_is_scaled_for_ga", True)
+    elif weighed:
+        held.value(number if held.target is trainer else count, 1)
+    try:
+        yield
+    finally:
+        held.undo()
+
+
+def rotate(trainer: Any, run: Path) -> None:
+    """Remove the checkpoints over the host's `save_total_limit`."""
+    if not ROTATE.here:
+        trainer._rotate_checkpoints(use_mtime=True, output_dir=str(run))
+        return
+    from transformers.trainer_utils import rotate_checkpoints
+
+    rotate_checkpoints(
+        output_dir=str(run),
+        save_total_limit=trainer.args.save_total_limit,
+        best_model_checkpoint=trainer.state.best_model_checkpoint,
+        use_mtime=True,
+    )
+
+
+def chosen_order(args: Any) -> str:
+    """The user's argument for the order of samples; empty where it is the host's own random one."""
+    if not STRATEGY.here:
+        return "group_by_length=True" if args.group_by_length else ""
+    strategy = str(args.train_sampling_strategy).removeprefix("SamplingStrategy.").lower()
+    return "" if strategy == "random" else f"train_sampling_strategy={strategy}"
+
+
+def epoch_at_hand() -> int:
+    """Of a host that has no `_run_epoch`: the epoch that its loop has just begun."""
+    return int(caller_local("_inner_training_loop", "epoch") or 0)
