@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from tests import mirror
 from tests.core.tiny import same
 from tests.easyocr.conftest import TINY, numbers, write_folder
 
+SCALE = 1024.0
 OPTIONS = {"accumulate": 2, "ema": 0.9, "clip_norm": 0.5, "plan": "off", "compile": "off"}
 
 
@@ -27,46 +30,42 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return {
         "number": "0123456789", "experiment_name": "tiny_numbers", "train_data": str(folder / "train"),
         "valid_data": str(folder / "valid"), "imgH": 32, "batch_size": 4, "num_iter": 4, "valInterval": 2,
-        "optim": "adam", "lr": 0.001, "progress": False, "tensorboard": False, **TINY,
+        "optim": "adam", "lr": 0.0001, "progress": False, "tensorboard": False, **TINY,
     }  # fmt: skip
 
 
+@pytest.fixture(autouse=True)
+def _small_scale(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The scaler's own first scale overflows in so small a network, and falls for several updates."""
+    monkeypatch.setattr(torch.amp, "GradScaler", partial(torch.amp.GradScaler, init_scale=SCALE))
+
+
 def run(data: dict[str, Any], folder: Path, **more: Any) -> Any:
-    return fit(
-        {**data, "output": str(folder), **OPTIONS, **more}, say=lambda line: None, resume=more.pop("resume", False)
-    )
-
-
-def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "own", lambda: torch.device("cpu"))
+    return fit({**data, "output": str(folder)}, say=lambda line: None, **{**OPTIONS, **more})
 
 
 def state(result: Any) -> dict[str, Any]:
     return dict(torch.load(result.folder / "last.pt", weights_only=True))
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-def test_run_equals_the_cpu_s(
-    precision: str, data: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ours = run(data, tmp_path / "mirror", precision=precision)
-    on_the_cpu(monkeypatch)
-    theirs = run(data, tmp_path / "cpu", precision="bf16" if precision == "fp16" else precision)  # a CPU has no fp16
-    found, wanted = state(ours)["model"], state(theirs)["model"]
-    limit = {"fp32": 1e-6, "bf16": 1e-2, "fp16": 1e-2}[precision]
-    assert max(float((found[n].float() - wanted[n].float()).abs().max()) for n in wanted) <= limit
-    assert [row.update for row in ours.history] == [2, 4]
-    assert [row.valid_loss for row in ours.history] == pytest.approx(
-        [row.valid_loss for row in theirs.history], rel=limit
-    )
-    assert ours.stopped == "num_iter"
-    assert all(file.is_file() for file in ours.exported.files)
+@pytest.fixture(scope="module")
+def on_the_cpu(data: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
+    """The same run on the CPU, once a precision."""
+
+    @cache
+    def get(precision: str) -> Any:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(devices, "own", lambda: devices.CPU)
+            return run(data, tmp_path_factory.mktemp("cpu"), precision=precision)
+
+    return get
 
 
-@pytest.mark.parametrize(("precision", "an_update"), [("fp32", 1), ("fp16", 2)])
-def test_no_read_a_micro_batch_and_one_an_update(
-    precision: str, an_update: int, data: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(("precision", "limit", "an_update"), [("fp32", 1e-5, 1), ("bf16", 1e-2, 1), ("fp16", 1e-2, 2)])
+def test_run_equals_the_cpu_s_with_one_read_an_update(
+    precision: str, limit: float, an_update: int, data: dict[str, Any], on_the_cpu: Callable[[str], Any],
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     reads: list[tuple[bool, int]] = []
     own = plug._Run._micro_batch
 
@@ -76,9 +75,17 @@ def test_no_read_a_micro_batch_and_one_an_update(
         reads.append((outcome is not None, mirror.reads() - before))
         return outcome
 
+    theirs = on_the_cpu("bf16" if precision == "fp16" else precision)  # a CPU trains in no fp16
     monkeypatch.setattr(plug._Run, "_micro_batch", counted)
-    run(data, tmp_path, precision=precision)
+    ours = run(data, tmp_path, precision=precision)
     assert reads == [(False, 0), (True, an_update)] * 4
+    found, wanted = state(ours)["model"], state(theirs)["model"]
+    assert max(float((found[n].float() - wanted[n].float()).abs().max()) for n in wanted) <= limit
+    assert [row.update for row in ours.history] == [2, 4]
+    losses = ([row.valid_loss for row in result.history] for result in (ours, theirs))
+    assert next(losses) == pytest.approx(next(losses), rel=limit)
+    assert ours.stopped == "num_iter"
+    assert all(file.is_file() for file in ours.exported.files)
 
 
 def test_infinite_gradient_in_fp16_skips_the_update(
@@ -108,13 +115,8 @@ def test_infinite_gradient_in_fp16_skips_the_update(
 
 
 def test_resumed_run_equals_the_straight_one(data: dict[str, Any], tmp_path: Path) -> None:
-    straight = run(data, tmp_path / "straight", precision="fp16")
-    run(data, tmp_path / "half", precision="fp16", num_iter=2)
-    rest = run(data, tmp_path / "half", precision="fp16", resume=True)
+    straight = run(data, tmp_path / "straight", precision="fp32")
+    run(data, tmp_path / "half", precision="fp32", num_iter=2)
+    rest = run(data, tmp_path / "half", precision="fp32", resume=True)
     assert same(state(rest)["model"], state(straight)["model"])
     assert same(state(rest)["average"], state(straight)["average"])
-
-
-def test_plan_is_measured(data: dict[str, Any], tmp_path: Path) -> None:
-    result = run(data, tmp_path, plan="auto", precision="auto", num_iter=8)
-    assert result.stopped == "num_iter"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +100,7 @@ def test_no_read_of_our_own_a_micro_batch(precision: str, tmp_path: Path) -> Non
     with_plug, alone = (
         run(tmp_path / str(plug), plug, precision=precision, **quiet)[1].reads for plug in (True, False)
     )
-    ours, hosts = ([b - a for a, b in zip(reads, reads[1:], strict=False)] for reads in (with_plug, alone))
+    ours, hosts = ([b - a for a, b in pairwise(reads)] for reads in (with_plug, alone))
     more = [mine - theirs for mine, theirs in zip(ours, hosts, strict=True)]
     assert len(more) == 5  # windows of one micro-batch and of three: it is not one a micro-batch
     assert all(reads <= AN_UPDATE for reads in more), (ours, hosts)
