@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 os.environ["ACCELERATE_TORCH_DEVICE"] = "mirror"  # read as accelerate is imported
 
@@ -12,6 +14,15 @@ import pytest
 import torch
 
 from tests import mirror
+
+def _no_grad(mode: Any = True) -> Any:
+    """In the place of torch.inference_mode, which wrapped tensors do not know."""
+    if callable(mode):
+        return torch.no_grad()(mode)
+    return torch.no_grad() if mode else nullcontext()
+
+
+torch.inference_mode = _no_grad  # before hosts decorate with it
 
 
 @pytest.fixture(autouse=True)
