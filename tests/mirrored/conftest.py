@@ -15,6 +15,7 @@ import torch
 
 from tests import mirror
 
+
 def _no_grad(mode: Any = True) -> Any:
     """In the place of torch.inference_mode, which wrapped tensors do not know."""
     if callable(mode):
