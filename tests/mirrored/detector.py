@@ -14,13 +14,15 @@ from ultralytics.engine import trainer as host
 from plugins.core import devices
 from tests import mirror
 from tests.core.tiny import same
-from tests.ultralytics.conftest import Run, data, models, train  # noqa: F401
+from tests.ultralytics import conftest as yolo
 
 DEVICE = torch.device("mirror", 0)
 SCALE = 1024.0
 IMAGES = 14  # batches of four: a window of three, and a tail of one batch of two
 PLUG = {"accumulate": 3, "clip_norm": 1.0, "compile": "off", "memory_format": "host"}
-Train = Callable[..., Run]
+Train = Callable[..., yolo.Run]
+
+data, models, train = yolo.data, yolo.models, yolo.train  # its fixtures
 
 
 @pytest.fixture
