@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from plugins.config import AccelConfig
+from plugins.core import devices
 from plugins.core import plan as planning
 from plugins.core.plan import Plan, Timing
 from plugins.core.toolchain import missing_compiler
@@ -182,6 +183,5 @@ def plugged(model: nn.Module, batch: Tensor, plan: Plan, folder: str) -> Steps:
 
 
 def _since(began: float, device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    devices.synchronize(device)
     return time.perf_counter() - began

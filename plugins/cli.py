@@ -31,6 +31,7 @@ def doctor() -> None:
     import torch
 
     from plugins import doctor as looking
+    from plugins.core import devices
     from plugins.core.precision import bf16_is_fast
     from plugins.core.report import versions
     from plugins.core.toolchain import missing_compiler
@@ -38,11 +39,9 @@ def doctor() -> None:
     table = Table("found", "")
     for name, found in versions("ultralytics", "transformers", "accelerate", "datasets", "easyocr").items():
         table.add_row(name, found)
-    devices = ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
-    for name in devices:
-        device = torch.device(name)
-        label = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} threads"
-        table.add_row(name, label)
+    for device in devices.every():
+        label = f"{torch.get_num_threads()} threads" if device.type == "cpu" else devices.name(device)
+        table.add_row(str(device), label)
         table.add_row("  precision=auto", "bf16" if bf16_is_fast(device) else "fp32")
         table.add_row("  compile", missing_compiler(device, "inductor") or "can compile")
     console = _console()
@@ -132,11 +131,10 @@ def bench(
     compiled: Annotated[bool, typer.Option("--compile/--no-compile", help="Compiled contenders as well.")] = True,
 ) -> None:
     """Time what each plan gives on this machine, on small models that need no data."""
-    import torch
-
     from plugins import bench as benchmark
+    from plugins.core import devices
 
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = devices.own()
     console = _console()
     for name in [kind] if kind else get_args(Kind):
         with console.status("") as status:

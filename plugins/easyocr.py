@@ -32,6 +32,7 @@ from integrations.easyocr.settings import read_settings
 from integrations.easyocr.standing import Result, Standing, earlier_run, in_the_way
 from integrations.easyocr.stream import MicroBatch, loader
 from plugins.config import AccelConfig
+from plugins.core import devices
 from plugins.core.checkpoint import seed_everything, sweep, write_atomically
 from plugins.core.claim import Claimed, claimed
 from plugins.core.interrupt import asked_to_stop
@@ -115,7 +116,7 @@ class _Run:
     def __init__(self, prepared: Prepared, config: AccelConfig, rank: int, say: Callable[[str], None]) -> None:
         self.prepared, self.settings, self.folder = prepared, prepared.settings, prepared.folder
         self.rank, self.first = rank, rank == 0
-        self.model = prepared.model.to(_device())
+        self.model = prepared.model.to(devices.own())
         self.accel = Accelerated(
             self.model,
             optim.optimizer(self.model.parameters(), self.settings),
@@ -226,7 +227,7 @@ class _Run:
         """This rank's micro-batches from where the run stands: every `world`-th of the common order, without end."""
         world = self.accel.world
         mine = islice(self.batches.from_position(self.at.position * world), self.rank, None, world)
-        return iter(loader(self.prepared.lines, mine, self.settings.workers, pin=self.accel.device.type == "cuda"))
+        return iter(loader(self.prepared.lines, mine, self.settings.workers, pin=devices.pins(self.accel.device)))
 
     def _micro_batch(self, batch: MicroBatch) -> Any:
         """Forward and backward; the update's outcome where this one closed a window, else None."""
@@ -346,7 +347,3 @@ class _Run:
 
     def _rate(self) -> float:
         return float(self.accel.optimizer.param_groups[0]["lr"])
-
-
-def _device() -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")

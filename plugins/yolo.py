@@ -157,9 +157,9 @@ def _check_plan(path: Path) -> None:
 
 
 def _check_fp16(device: str) -> None:
-    import torch
+    from plugins.core import devices
 
-    if device == "cpu" or not (torch.cuda.is_available() or torch.backends.mps.is_available()):
+    if device == "cpu" or not devices.accelerator():
         raise AccelError("precision=fp16: not on a CPU; allowed here are host, auto, fp32, bf16")
 
 

@@ -42,12 +42,13 @@ def ctc_loss(logits: Tensor, classes: Tensor, lengths: Tensor) -> Tensor:
 
     Args:
         logits: [B, T, C], any float dtype; blank is class 0.
-        classes: [sum of lengths]; lengths: [B].
+        classes: [sum of lengths]; lengths: [B], on the CPU.
     """
     with torch.autocast(logits.device.type, enabled=False), torch.backends.cudnn.flags(enabled=False):
         log_probabilities = F.log_softmax(_at_least_fp32(logits), dim=2).transpose(0, 1)
-        frames = torch.full((logits.size(0),), logits.size(1), dtype=torch.long)  # read on the host: no sync
-        return F.ctc_loss(log_probabilities, classes, frames, lengths, blank=0, reduction="mean", zero_infinity=True)
+        frames = [logits.size(1)] * logits.size(0)
+        sizes: Any = lengths.tolist()  # they are numbers to torch: no tensor of another device, no read from ours
+        return F.ctc_loss(log_probabilities, classes, frames, sizes, blank=0, reduction="mean", zero_infinity=True)  # type: ignore[arg-type]
 
 
 def _at_least_fp32(logits: Tensor) -> Tensor:

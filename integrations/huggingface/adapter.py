@@ -149,7 +149,7 @@ class Adapter:
             takes=self._takes(model),
             uncompilable="torch_compile=True: the host compiles" if args.torch_compile else "",
         )
-        if args.device.type == "cuda" and self.config.compile != "off":
+        if args.device.type != "cpu" and self.config.compile != "off":
             self._zero_as(session)
         self._facts()
         resumed = caller_local("_inner_training_loop", "resume_from_checkpoint")

@@ -40,6 +40,17 @@ class Counting:
 
     def count(self, batch: Mapping[str, Any]) -> int | None:
         """Terms of one batch; None where the batch has no labels that can be counted."""
+        return self.count_all([batch])[0]
+
+    def count_all(self, batches: Sequence[Mapping[str, Any]]) -> list[int | None]:
+        """Terms of each batch, in one read from the device that the labels lie on."""
+        found = [self._terms(batch) for batch in batches]
+        there = [n for n in found if isinstance(n, Tensor)]
+        read = iter(torch.stack(there).tolist() if there else ())
+        return [next(read) if isinstance(n, Tensor) else n for n in found]
+
+    def _terms(self, batch: Mapping[str, Any]) -> Tensor | int | None:
+        """Of one batch, where its labels are."""
         if self.kind == SUM:
             return samples(batch)
         if self.kind == "positions":
@@ -54,13 +65,17 @@ class Counting:
             labels = batch["shift_labels"] if "shift_labels" in batch else labels[..., 1:]
         if self.kind == "values":
             return labels.numel()
-        return int((labels != self.ignore).sum())
+        return (labels != self.ignore).sum()
 
     def lost(self, batch: Mapping[str, Any]) -> str | None:
         """A term that is inexact for this batch only: answers outside the input at one end but not at the other."""
         if self.kind == "positions":
-            start, end = _positions(batch) or (0, 0)
-            return None if start == end else "question answering: answers outside the input, counted by their start"
+            found = _positions(batch)
+            return (
+                None
+                if found is None or bool(found[0] == found[1])
+                else "question answering: answers outside the input, counted by their start"
+            )
         return None
 
 
@@ -144,7 +159,7 @@ def _classification(config: Any, batch: Mapping[str, Any] | None) -> str:
     return "tokens" if problem_type(config, labels) == "single_label_classification" else "values"
 
 
-def _positions(batch: Mapping[str, Any]) -> tuple[int, int] | None:
+def _positions(batch: Mapping[str, Any]) -> tuple[Tensor, Tensor] | None:
     """Start and end positions inside the input [B, L], where there are any; the head ignores those outside."""
     length = next(
         (int(batch[k].shape[1]) for k in ("input_ids", "inputs_embeds") if isinstance(batch.get(k), Tensor)), 0
@@ -153,7 +168,7 @@ def _positions(batch: Mapping[str, Any]) -> tuple[int, int] | None:
     if not isinstance(start, Tensor) or not isinstance(end, Tensor):
         return None
     # the head clamps to [0, L] and ignores L
-    return int((start < length).sum()), int((end < length).sum())
+    return (start < length).sum(), (end < length).sum()
 
 
 def _smoother_shifts(name: str) -> bool:

@@ -137,7 +137,7 @@ class Losses:
         self._micro_batch = 0
         if not self.weighs or self.rule is None or not batches:
             return original(batches, device)
-        counts = [self.rule.count(batch) for batch in batches]
+        counts = self.rule.count_all(batches)
         if any(count is None for count in counts):
             self._leave("a batch without labels")
             return original(batches, device)

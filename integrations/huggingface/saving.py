@@ -71,7 +71,7 @@ class Saving:
         average = self.average
         torch.save(
             {
-                "raw": average.live() if average is not None else {},
+                "raw": {n: t.cpu() for n, t in average.live().items()} if average is not None else {},
                 "average_updates": average.updates if average is not None else 0,
                 "counts": self.session.counts(),
                 "plan": self.session.planner.plan.as_dict(),

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from plugins.config import AccelConfig
+from plugins.core import devices
 from plugins.core.batchnorm import SMALL_MICRO_BATCH, Statistics
 from plugins.core.memory import Peaks, in_use_gib
 from plugins.core.meter import Meter
@@ -46,7 +47,7 @@ class Account:
         self, device: torch.device, peaks: Peaks, statistics: Statistics, clip_norm: float | None, exact: bool
     ) -> None:
         report = self.report
-        report.device = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+        report.device = devices.name(device)
         report.memory.kind = peaks.kind
         report.window.exact = exact and not report.window.approximate_terms
         report.gradients.clip_norm = clip_norm

@@ -19,6 +19,9 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
+from torch.utils._pytree import tree_map
+
+from plugins.core import devices
 
 SUFFIX = ".accel"
 IDENTITY = 12  # hexadecimal digits of the checkpoint's SHA-256 in the name
@@ -113,12 +116,30 @@ def beside(checkpoint: Path, identity: str) -> Path:
     return checkpoint.with_name(f"{checkpoint.stem}.{identity[:IDENTITY]}{SUFFIX}")
 
 
+def on_cpu(state: Any) -> Any:
+    """The same dicts, lists and values with every tensor on the CPU: a file that loads where this device is not.
+
+    Tensors that are one on the device (tied weights) are one on the CPU.
+    """
+    moved: dict[Any, torch.Tensor] = {}
+
+    def move(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or value.device.type == "cpu":
+            return value
+        place = value.untyped_storage()._cdata, value.storage_offset(), value.shape, value.stride(), value.dtype
+        if place not in moved:
+            moved[place] = value.detach().cpu()
+        return moved[place]
+
+    return tree_map(move, state)
+
+
 def save_beside(checkpoint: Path, data: bytes | memoryview, state: Mapping[str, Any]) -> Path:
     """Write the extra state that belongs to a checkpoint about to hold `data`; returns its path."""
     identity = hashlib.sha256(data).hexdigest()
     target = beside(checkpoint, identity)
     buffer = io.BytesIO()
-    torch.save({"checkpoint": identity, **state}, buffer)
+    torch.save({"checkpoint": identity, **on_cpu(state)}, buffer)
     write_atomically(target, lambda file: file.write(buffer.getbuffer()))
     return target
 
@@ -149,12 +170,12 @@ def drop_beside(checkpoint: Path, keep: Path | None = None) -> None:
 
 
 def random_state() -> dict[str, Any]:
-    """Python, NumPy, torch and CUDA generators, as values that `weights_only` loading allows."""
+    """Python's, NumPy's, torch's and the accelerators' generators, as values that `weights_only` loading allows."""
     version, numbers, gauss = random.getstate()
     state: dict[str, Any] = {
         "python": [version, list(numbers), gauss],
         "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        "cuda": devices.random_states(),  # its name since the first release; of whatever accelerator
     }
     try:
         import numpy
@@ -169,8 +190,7 @@ def set_random_state(state: Mapping[str, Any]) -> None:
     version, numbers, gauss = state["python"]
     random.setstate((version, tuple(numbers), gauss))
     torch.set_rng_state(state["torch"].cpu())
-    if state["cuda"] and torch.cuda.is_available() and len(state["cuda"]) == torch.cuda.device_count():
-        torch.cuda.set_rng_state_all(state["cuda"])
+    devices.set_random_states(state["cuda"])
     if "numpy" in state:
         import numpy
 

@@ -22,7 +22,7 @@ from torch import nn
 from torch._inductor import list_mode_options
 from torch._inductor.exc import CppCompileError
 
-from plugins.core import torch_versions
+from plugins.core import devices, torch_versions
 from plugins.core.batchnorm import Statistics
 from plugins.core.decision import CompileOutcome, CompileResult
 from plugins.core.shapes import Marker
@@ -153,11 +153,10 @@ class InPlace:
 
 def refuse_inside_autocast() -> None:
     """torch.compile called while autocast is active bakes the casts in and gave NaN: refuse with the reason."""
-    for device in ("cpu", "cuda"):
-        if torch.is_autocast_enabled(device):
-            raise CompileRefused(
-                f"compile was asked inside an active autocast ({device}): compile first, then call inside autocast"
-            )
+    if device := devices.in_autocast():
+        raise CompileRefused(
+            f"compile was asked inside an active autocast ({device}): compile first, then call inside autocast"
+        )
 
 
 def check_backend(name: str) -> None:

@@ -1,6 +1,7 @@
 """Peaks of memory in GiB: the first update's and the steady ones', apart.
 
-On CUDA the allocator's own peak; elsewhere the process's resident peak (VmHWM), which Linux lets a process reset.
+Where the device keeps a peak (CUDA, XPU), the allocator's own; elsewhere the process's resident peak (VmHWM), which
+Linux lets a process reset.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from pathlib import Path
 
 import psutil
 import torch
+
+from plugins.core import devices
 
 GIB = 1024**3
 CONTEXT_GIB = 0.8  # of a second process on the same device: torch, its compiler, a CUDA context
@@ -35,7 +38,7 @@ class Peaks:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.kind = "cuda" if device.type == "cuda" else "rss"
+        self.kind = device.type if devices.peak(device) is not None else "rss"
         self.first_gib: float | None = None
         self.steady_gib: float | None = None
         self._reset()
@@ -51,8 +54,8 @@ class Peaks:
             self.steady_gib = self._peak()
 
     def _peak(self) -> float:
-        if self.kind == "cuda":
-            return torch.cuda.max_memory_allocated(self.device) / GIB
+        if (peak := devices.peak(self.device)) is not None:
+            return peak / GIB
         for line in _STATUS.read_text().splitlines() if _STATUS.exists() else ():
             if line.startswith("VmHWM:"):
                 return int(line.split()[1]) * 1024 / GIB
@@ -60,8 +63,8 @@ class Peaks:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / GIB
 
     def _reset(self) -> None:
-        if self.kind == "cuda":
-            torch.cuda.reset_peak_memory_stats(self.device)
+        if self.kind != "rss":
+            devices.reset_peak(self.device)
             return
         with contextlib.suppress(OSError):
             _CLEAR.write_text("5")  # Linux: begin the resident peak anew; elsewhere it is the whole run's
@@ -73,16 +76,15 @@ def _process() -> psutil.Process:
 
 
 def in_use_gib(device: torch.device) -> float:
-    """Memory in use now: the allocator's on CUDA, else this process's resident memory."""
-    if device.type == "cuda":
-        return torch.cuda.memory_allocated(device) / GIB
-    return int(_process().memory_info().rss) / GIB
+    """Memory in use now: the allocator's on an accelerator, else this process's resident memory."""
+    held = devices.allocated(device)
+    return (int(_process().memory_info().rss) if held is None else held) / GIB
 
 
 def free_gib(device: torch.device) -> float:
     """Memory that another process could take now."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0] / GIB
+    if (free := devices.free(device)) is not None:
+        return free / GIB
     return min(psutil.virtual_memory().available, _left_of_container()) / GIB
 
 
@@ -110,13 +112,13 @@ def _groups() -> Iterator[tuple[Path, str, str, str]]:
 
 def room_for_worker(device: torch.device) -> bool:
     """Whether a second process that runs one step of this model fits beside this one."""
-    own = torch.cuda.max_memory_allocated(device) / GIB if device.type == "cuda" else in_use_gib(device)
-    return free_gib(device) > own + CONTEXT_GIB
+    peak = devices.peak(device)
+    return free_gib(device) > (in_use_gib(device) if peak is None else peak / GIB) + CONTEXT_GIB
 
 
 def room_for_cuda_graphs(device: torch.device) -> bool:
     """Forecast of a plan with CUDA graphs against what is free; freed blocks of the allocator count as free."""
-    if device.type != "cuda":
+    peak, held = devices.peak(device), devices.reserved(device)
+    if peak is None or held is None:
         return True
-    peak, held = torch.cuda.max_memory_allocated(device), torch.cuda.memory_reserved(device)
     return free_gib(device) * GIB + held - peak > CUDA_GRAPHS * peak

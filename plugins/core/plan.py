@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from plugins.config import AccelConfig
+from plugins.core import devices
 from plugins.core.precision import bf16_is_fast
 
 TRIAL_SHARE = 0.02  # of the time that is left: what trials may cost in all
@@ -148,7 +149,7 @@ def fastest(plain: Timing, timings: Sequence[Timing]) -> Timing:
 
 
 def has_cuda_graphs(device: torch.device, backend: str) -> bool:
-    return device.type == "cuda" and backend == "inductor"
+    return devices.has_cuda_graphs(device) and backend == "inductor"
 
 
 def may_use_cuda_graphs(device: torch.device, config: AccelConfig, dims: Sequence[int]) -> bool:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from plugins.core import devices
+
 
 class Unsupported(ValueError):
     """A precision that this device cannot train in; the message is one line."""
@@ -11,15 +13,7 @@ class Unsupported(ValueError):
 
 def bf16_is_fast(device: torch.device) -> bool:
     """True where bf16 has instructions of its own: Ampere and later, or a CPU with AMX or AVX512-BF16."""
-    if device.type == "cuda":
-        return torch.cuda.is_bf16_supported(including_emulation=False)
-    if device.type == "cpu":
-        cpu = torch.cpu
-        return bool(
-            getattr(cpu, "_is_amx_tile_supported", lambda: False)()
-            or getattr(cpu, "_is_avx512_bf16_supported", lambda: False)()
-        )
-    return False
+    return devices.has_fast_bf16(device)
 
 
 def resolve(precision: str, device: torch.device) -> str:
@@ -30,6 +24,7 @@ def resolve(precision: str, device: torch.device) -> str:
     """
     if precision == "auto":
         return "bf16" if bf16_is_fast(device) else "fp32"
-    if precision == "fp16" and device.type == "cpu":
-        raise Unsupported("precision=fp16: not on a CPU; allowed here are host, auto, fp32, bf16")
+    if precision == "fp16" and not devices.scales_gradients(device):
+        where = "a CPU" if device.type == "cpu" else f"{device.type} here"
+        raise Unsupported(f"precision=fp16: not on {where}; allowed here are host, auto, fp32, bf16")
     return precision

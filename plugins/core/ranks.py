@@ -10,15 +10,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from plugins.core import devices
+
 
 @contextmanager
 def joined() -> Iterator[int]:
     """Gives this process's rank; joins the others where `torchrun` started several and nobody did so before."""
     ours = int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized()
     if ours:
-        if torch.cuda.is_available():
-            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+        devices.use(int(os.environ.get("LOCAL_RANK", "0")))
+        dist.init_process_group(devices.backend())
     try:
         yield dist.get_rank() if dist.is_initialized() else 0
     finally:

@@ -21,6 +21,7 @@ from pydantic import Field, NonNegativeInt, field_validator
 from torch import nn
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
+from plugins.core import devices
 from plugins.core.beside import Learnt
 from plugins.core.checkpoint import write_atomically
 from plugins.core.plan import Plan
@@ -49,8 +50,7 @@ def default_folder() -> Path:
 def fingerprint(model: nn.Module, shape: tuple[int, ...], device: torch.device, settings: Any) -> str:
     """Model structure, input shape, device, threads, versions, and the settings that bear on the plan."""
     # Two CPUs of one name may differ in what they are fast at, and a home folder may be shared between them.
-    cuda = device.type == "cuda"
-    name = torch.cuda.get_device_name(device) if cuda else torch.backends.cpu.get_cpu_capability()
+    name = torch.backends.cpu.get_cpu_capability() if device.type == "cpu" else devices.name(device)
     parts: list[Any] = [
         SCHEMA,
         [(n, tuple(p.shape), str(p.dtype), p.requires_grad) for n, p in model.named_parameters()],

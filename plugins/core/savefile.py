@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from plugins.core.checkpoint import write_atomically
+from plugins.core.checkpoint import on_cpu, write_atomically
 from plugins.errors import AccelError
 
 SCHEMA = 1
@@ -21,7 +21,7 @@ STATE = {  # at least; and of which kind
 
 def write(path: Path, state: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, lambda file: torch.save({"accel": SCHEMA, **state}, file))
+    write_atomically(path, lambda file: torch.save({"accel": SCHEMA, **on_cpu(state)}, file))
 
 
 def read(path: Path) -> dict[str, Any]:

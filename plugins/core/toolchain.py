@@ -18,6 +18,7 @@ import torch
 from torch._inductor import config as inductor_config
 from torch._inductor.async_compile import shutdown_compile_workers
 
+from plugins.core import devices
 from plugins.core.compile import first_line
 
 ANSWER_SECONDS = 10.0  # to say a version in
@@ -39,7 +40,9 @@ def missing_compiler(device: torch.device, backend: str | Callable[..., Any]) ->
             if silent := _silent_compiler():
                 return f"the C++ compiler {silent} did not say its version within {ANSWER_SECONDS:.0f} s"
             get_cpp_compiler()
-        elif device.type == "cuda":
+        elif device.type not in devices.INDUCTOR:
+            return f"inductor writes no code for {device.type}"
+        elif device.type in devices.TRITON:
             from torch.utils._triton import has_triton
 
             if not has_triton():

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from plugins.core import devices
 from plugins.core import plan as planning
 from plugins.core.plan import Plan, Timing
 from plugins.errors import AccelError
@@ -104,8 +105,7 @@ def time_steps(
             began = time.perf_counter()
             loss = trial.loss()
             loss.sum().backward()
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
+            devices.synchronize(device)
             taken = time.perf_counter() - began
             clear()
             timing.losses.append(float(loss.detach().float().sum()))
@@ -121,8 +121,7 @@ def time_steps(
         short = isinstance(error, torch.OutOfMemoryError)
         warn(f"plan {plan.name}: dropped, {'out of memory' if short else type(error).__name__} in its trial")
         clear()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
+        devices.empty_cache(device)
         return None
     return timing
 
@@ -161,21 +160,20 @@ def time_in_turn(
 class OperatorTimes(TorchDispatchMode):
     """Seconds of operators that a compiler fuses, and of all, while entered. (torch's profiler writes to stderr.)
 
-    On a CPU this thread's own, which other processes do not disturb; on CUDA each operator is waited for.
+    On a CPU this thread's own, which other processes do not disturb; on an accelerator each operator is waited for.
     """
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
         self.device = device
-        self.clock = time.perf_counter if device.type == "cuda" else time.thread_time
+        self.clock = time.thread_time if device.type == "cpu" else time.perf_counter
         self.alone = MATRIX + (UNFUSED_ON_CPU if device.type == "cpu" else ())
         self.fusable = self.total = 0.0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         began = self.clock()
         out = func(*args, **(kwargs or {}))
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        devices.synchronize(self.device)
         taken = self.clock() - began
         self.total += taken
         if not any(part in func.overloadpacket.__name__ for part in self.alone):

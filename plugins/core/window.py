@@ -28,6 +28,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from plugins.core.devices import collective_device, has_float64
+
 Scalar = Tensor | float
 ALL = ""  # the group that holds every parameter, where a host has only one
 
@@ -196,7 +198,7 @@ def _single(value: Scalar) -> Scalar:
 
 def _double(value: Scalar) -> Scalar:
     """Whole numbers for the division at the close, where torch would divide them in single precision (MPS has that)."""
-    if isinstance(value, Tensor) and not value.is_floating_point() and value.device.type != "mps":
+    if isinstance(value, Tensor) and not value.is_floating_point() and has_float64(value.device):
         return value.double()
     return value
 
@@ -218,7 +220,7 @@ def _world() -> int:
 def _over_ranks(totals: _Totals) -> _Totals:
     if _world() == 1:
         return totals
-    device = totals.targets.device if isinstance(totals.targets, Tensor) else _rank_device()
+    device = totals.targets.device if isinstance(totals.targets, Tensor) else collective_device()
     both = torch.stack(
         [
             torch.as_tensor(totals.targets, dtype=torch.float64, device=device).reshape(()),
@@ -227,10 +229,6 @@ def _over_ranks(totals: _Totals) -> _Totals:
     )
     dist.all_reduce(both)
     return _Totals(both[0], int(both[1].item()), totals.scaled, totals.floor)
-
-
-def _rank_device() -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
 
 
 def _power_of_two(value: Scalar) -> Scalar:
