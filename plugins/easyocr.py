@@ -26,7 +26,6 @@ from integrations.easyocr.errors import EasyOCRError
 from integrations.easyocr.labels import ctc_loss
 from integrations.easyocr.network import read
 from integrations.easyocr.prepare import Prepared, prepare
-from integrations.easyocr.reading import Readings
 from integrations.easyocr.scoring import score
 from integrations.easyocr.settings import read_settings
 from integrations.easyocr.standing import Result, Standing, earlier_run, in_the_way
@@ -131,7 +130,6 @@ class _Run:
         edges = self.accel.session.report.shapes.buckets = self._edges(config)
         self.batches = prepared.batches(edges)
         self.at = Standing(prepared, write_atomically)
-        self.readings: Readings | None = None
         self.pace = Pace()
         self.validated = -1  # the update of the last validation
 
@@ -179,12 +177,15 @@ class _Run:
                 )
             if facts.skipped_updates and not facts.updates:
                 self.accel.session.warn("no update was made: every gradient was not finite; the weights are unchanged")
+            if lost := self.prepared.lost_told:
+                self.accel.session.warn(lost)
+                self.prepared.notes.append(lost)
             if self.at.infeasible:
                 self.accel.session.warn(
                     f"{self.at.infeasible} times a label needed more frames than its crop gives: no gradient from it"
                 )
             if self.first:
-                self.at.draw(self.readings)
+                self.at.draw(None if stopped == "interrupted" else self.accel.device)
         except NonFiniteGradient as error:
             raise AccelError(f"nonfinite=stop: {error}; the last save is untouched") from None
         except EasyOCRError as error:
@@ -278,23 +279,23 @@ class _Run:
         """Reads the validation lines as the Reader does; rank 0 scores, saves and tells the others."""
         if self.first:
             with self.accel.validation() as model:
-                self.readings = self.prepared.read(model, self.accel.device)
-            for line in self.at.lost(self.readings.unreadable):
+                readings = self.prepared.read(model, self.accel.device)
+            for line in self.at.lost(readings.unreadable):
                 self.accel.session.warn(line)
-            found = score(self.readings.texts, self.readings.labels)
+            found = score(readings.texts, readings.labels)
             row = Row(
                 self.accel.updates,
                 self.batches.locate(self.at.position * self.accel.world)[0],
                 self.pace.mean_loss,
-                self.readings.loss,
+                readings.loss,
                 found.accuracy,
                 found.similarity,
                 self._rate(),
                 self.pace.speed,
                 self.at.infeasible,
             )
-            board.validated(row, self.readings.samples(self.prepared.valid))
-            self.at.keep(found, self.accel.weights)
+            board.validated(row, readings.samples(self.prepared.valid))
+            self.at.keep(found, self.accel.weights, readings)
         self.validated = self.accel.updates
         self.pace.reset()
         if self.first:

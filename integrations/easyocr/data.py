@@ -15,9 +15,10 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from integrations.easyocr.charset import fold_case
+from integrations.easyocr.charset import fold_case as fold_case  # a name of this file too
 from integrations.easyocr.errors import EasyOCRError
 from integrations.easyocr.settings import Settings
+from integrations.easyocr.text import Spelling, named
 
 HEADER = "filename,words"
 # The Reader scales to a height and keeps the whole width, so one odd crop could take all memory. Lines across a page
@@ -27,6 +28,9 @@ LONGEST = 50  # times the shorter side
 # What Pillow raises over a file that is gone, damaged, or larger than it takes.
 UNDECODABLE = (OSError, SyntaxError, ValueError, AttributeError, Image.DecompressionBombError)
 _EXIF_ORIENTATION, _SIDEWAYS = 0x0112, {5, 6, 7, 8}
+# Formats that the Reader's decoder turns by EXIF and Pillow's `size` does not: a TIFF's is turned already, and an AVIF
+# lies as it is stored in both.
+_TURNED = {"JPEG", "MPO", "PNG", "WEBP"}
 
 
 @dataclass(frozen=True)
@@ -43,11 +47,23 @@ class Line:
 
 @dataclass
 class Skipped:
-    """Rows left out: counts by reason, and the first names of each."""
+    """Rows left out: counts by reason, and the first names of each.
+
+    kept: lines that are left; too_long: characters of every label over batch_max_length; remarks: what was done to
+    labels that are kept.
+    """
 
     counts: Counter[str] = field(default_factory=Counter)
     names: dict[str, list[str]] = field(default_factory=dict)
     listed: int = 20
+    kept: int = 0
+    too_long: list[int] = field(default_factory=list)
+    remarks: list[str] = field(default_factory=list)
+
+    @property
+    def rows(self) -> int:
+        """All rows that were read."""
+        return self.kept + self.counts.total()
 
     def add(self, reason: str, name: str) -> None:
         self.counts[reason] += 1
@@ -59,6 +75,15 @@ class Skipped:
         return [
             f"{count} left out, {reason}: {', '.join(self.names[reason])}" + (" …" if count > self.listed else "")
             for reason, count in self.counts.items()
+        ]
+
+    def too_long_told(self, most: int) -> list[str]:
+        """What `batch_max_length` costs, and the value that costs nothing."""
+        if not self.too_long:
+            return []
+        return [
+            f"{len(self.too_long)} of {self.rows} lines are lost, labels longer than batch_max_length={most}: "
+            f"batch_max_length: {max(self.too_long)} keeps them all"
         ]
 
 
@@ -218,8 +243,8 @@ def read_any(source: Any, name: str, settings: Settings, skipped: Skipped) -> Li
 
 
 def keep_trainable(lines: LineSet, characters: str, settings: Settings, skipped: Skipped) -> LineSet:
-    """Labels folded to the set's case, without those that are empty, too long, or hold unknown characters, and
-    without crops too long for `preprocess: reader`.
+    """Labels in the set's spelling, without those that are empty, too long, or hold unknown characters, and without
+    crops too long for `preprocess: reader`.
 
     `data_filtering_off` keeps too long labels, as the official trainer does; a label with a character that has no
     class cannot be encoded at all, and is left out and counted either way.
@@ -227,22 +252,26 @@ def keep_trainable(lines: LineSet, characters: str, settings: Settings, skipped:
     Raises:
         EasyOCRError: nothing is left.
     """
-    known, kept = set(characters), []
+    known, kept, spelling = set(characters), [], Spelling(characters, settings)
     for line in lines.lines:
-        label = line.label if settings.sensitive else fold_case(line.label, characters)
+        label = spelling(line.label)
         unknown = sorted(set(label) - known)
         if not label:
             skipped.add("empty label", line.name)
         elif unknown:
-            skipped.add(f"characters outside the set ({''.join(unknown)})", line.name)
+            skipped.add(f"characters outside the set ({named(unknown)})", line.name)
         elif len(label) > settings.batch_max_length and not settings.data_filtering_off:
             skipped.add(f"label longer than batch_max_length={settings.batch_max_length}", line.name)
+            skipped.too_long.append(len(label))
         elif settings.preprocess == "reader" and max(line.width, line.height) > LONGEST * min(line.width, line.height):
             skipped.add(f"longer side over {LONGEST} times the shorter one", line.name)
         else:
             kept.append(Line(line.name, label, line.width, line.height, line.path, line.row))
+    skipped.kept += len(kept)
+    skipped.remarks += spelling.sentences()
     if not kept:
-        reasons = "; ".join(skipped.sentences())[:400] or "it has no rows"
+        told = [*skipped.too_long_told(settings.batch_max_length), *skipped.sentences()]
+        reasons = "; ".join(told)[:400] or "it has no rows"
         use = "read" if lines.name == "valid_data" else "train on"
         raise EasyOCRError(f"{lines.name}: no line is left to {use} ({reasons})")
     return LineSet(lines.name, kept, lines.source, lines.image_column)
@@ -259,7 +288,7 @@ def _size(path: Path) -> tuple[int, int] | str:
         with Image.open(path) as picture:
             width, height = picture.size
             # Pillow decodes a whole PNG to look for EXIF behind its pixels; only what its header tells counts here.
-            tagged = picture.format != "PNG" or "exif" in picture.info
+            tagged = picture.format in _TURNED and (picture.format != "PNG" or "exif" in picture.info)
             sideways = tagged and picture.getexif().get(_EXIF_ORIENTATION) in _SIDEWAYS
     except Exception:  # as in is_whole
         return "corrupt image"
