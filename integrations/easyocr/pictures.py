@@ -20,6 +20,7 @@ WORST_SHOWN = 24
 # The page of mistakes, in inches: its width, a crop with its gaps, a line of a title, the page's own title.
 _PAGE, _CROP, _GAP, _LINE, _HEAD = 10.0, 0.75, 0.06, 0.125, 0.4
 _POINTS = 7
+_FONTS = ["DejaVu Sans Mono", "DejaVu Sans"]  # the second holds Hebrew and Arabic too; both come with matplotlib
 _LETTERS = int(_PAGE * 0.95 * 72 / (_POINTS * 0.62))  # of a monospaced font, on the page's whole width
 _BLANK = np.full((32, 96), 255, dtype=np.uint8)
 
@@ -66,7 +67,7 @@ def mistakes(readings: Readings, lines: LineSet, path: Path, writer: Writer) -> 
             axes.axis("off")
             grey = lines.grey(shown[i][1])
             axes.imshow(_BLANK if grey is None else grey, cmap="gray", vmin=0, vmax=255)
-            axes.set_title(wrapped[i], fontsize=_POINTS, loc="left", parse_math=False, family="monospace", pad=3)
+            axes.set_title(wrapped[i], fontsize=_POINTS, loc="left", parse_math=False, family=_FONTS, pad=3)
     _save(figure, path, writer)
     return [(lines.lines[index].name, read, label) for _, index, read, label in wrong]
 

@@ -71,6 +71,17 @@ def test_what_is_left_out_is_counted_and_listed(tmp_path):
     assert "empty label" in told
 
 
+def test_lines_lost_to_batch_max_length_are_counted_with_the_value_that_keeps_them(tmp_path):
+    folder = write_folder(tmp_path / "x", ["12", "3" * 30, "4" * 41, "a"])
+    labels, skipped = served(folder, number="0123456789")
+    assert labels == ["12"]
+    (told,) = skipped.too_long_told(25)
+    assert told == "2 of 4 lines are lost, labels longer than batch_max_length=25: batch_max_length: 41 keeps them all"
+    assert served(folder, number="0123456789", batch_max_length=41)[1].too_long_told(41) == []
+    with pytest.raises(EasyOCRError, match="batch_max_length: 41 keeps them all"):
+        served(folder, number="34", symbol="5")
+
+
 def test_a_crop_too_long_to_keep_its_width_is_left_out(tmp_path):
     folder = write_folder(tmp_path / "x", ["1", "2", "3", "4"])
     for name, size in (("0", (100_000, 64)), ("1", (1000, 20)), ("2", (1001, 20)), ("3", (2, 101))):
@@ -149,6 +160,19 @@ def test_a_picture_lying_on_its_side_has_the_size_that_the_reader_sees(tmp_path)
     (folder / "labels.csv").write_text("filename,words\n0.jpg,12345\n")
     lines = read_folder(folder, "train_data", Skipped())
     assert (lines.lines[0].height, lines.lines[0].width) == lines.grey(0).shape == picture.size
+
+
+@pytest.mark.parametrize("form", ["tif", "webp", "png", "avif", "bmp"])
+@pytest.mark.parametrize("orientation", [1, 3, 6, 8])
+def test_the_size_of_a_turned_picture_is_the_one_that_is_read(tmp_path, form, orientation):
+    picture, exif, path = draw("12345"), Image.Exif(), tmp_path / f"0.{form}"
+    exif[0x0112] = orientation
+    try:
+        picture.save(path, exif=exif)
+    except (OSError, KeyError):
+        pytest.skip(f"this Pillow writes no {form}")
+    if (grey := data.read_grey(path)) is not None:
+        assert data._size(path) == grey.shape[::-1]
 
 
 def test_hugging_face_data_sets(tmp_path):
