@@ -20,9 +20,7 @@ from integrations.easyocr import pictures
 from integrations.easyocr.board import Board
 from integrations.easyocr.prepare import Prepared
 from integrations.easyocr.scoring import Score
-from plugins import easyocr as plug
-from plugins import easyocr as training
-from plugins.easyocr import fit
+from plugins.easyocr import fit, training
 from plugins.errors import AccelError
 from tests.easyocr.conftest import write_folder
 
@@ -170,13 +168,13 @@ def test_early_stopping(tiny):
 
 
 def test_an_infinite_gradient_is_skipped(tiny, monkeypatch):
-    real, calls = plug.ctc_loss, []
+    real, calls = training.ctc_loss, []
 
     def sometimes(logits, *labels):
         calls.append(1)
         return real(logits, *labels) * (float("inf") if len(calls) == 3 else 1.0)
 
-    monkeypatch.setattr(plug, "ctc_loss", sometimes)
+    monkeypatch.setattr(training, "ctc_loss", sometimes)
     result = fit(tiny, **SILENT)
     report = json.loads(result.report.read_text())
     assert report["window"]["skipped_updates"] == 1
@@ -319,12 +317,9 @@ def test_the_memory_of_many_validations_is_flat(tiny):
     """20 validations in a process of its own: the resident size after the last is that after the fifth."""
     script = """
 import json, sys, psutil
-from integrations.easyocr import pictures
 from integrations.easyocr.board import Board
 from integrations.easyocr.prepare import Prepared
-from integrations.easyocr.scoring import Score
 from plugins.easyocr import fit
-from plugins import easyocr as training
 sizes, real = [], Board.validated
 def validated(self, *args):
     real(self, *args)
@@ -409,7 +404,7 @@ def test_a_full_disk_is_one_line_and_what_was_saved_is_untouched(tiny, monkeypat
     def full(path, fill):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
-    monkeypatch.setattr(plug, "write_atomically", full)
+    monkeypatch.setattr(training, "write_atomically", full)
     with pytest.raises(AccelError, match=r"log\.csv: No space left on device") as caught:
         fit(tiny, num_iter=12, resume=True, **SILENT)
     assert "\n" not in str(caught.value)
