@@ -17,6 +17,7 @@ from integrations.easyocr.settings import Settings
 
 _JOINERS = {"\u200c", "\u200d"}  # they change the shape of their neighbours
 _WIDE_SPACE = "\u3000"
+_NAMED = 20  # characters in a message
 
 
 class Spelling:
@@ -35,6 +36,12 @@ class Spelling:
         self.examples: dict[str, str] = {}
 
     def __call__(self, typed: str) -> str:
+        held = typed.isprintable() and (self.known.issuperset(typed) if self.known else typed.isascii())
+        if not (held and self.composed and unicodedata.is_normalized("NFC", typed) and not right_to_left(typed)):
+            typed = self._respelt(typed)
+        return fold_case(typed, self.characters, self.turkish) if self.fold else typed
+
+    def _respelt(self, typed: str) -> str:
         label = self._told(typed, self._normal(typed), "form")
         label = self._told(label, "".join(map(self._space, label)), "spaces")
         visible = "".join(character for character in label if not self._invisible(character))
@@ -46,7 +53,7 @@ class Spelling:
         else:
             shown = visible
         self._told(label, visible, "invisible")
-        return fold_case(shown, self.characters, self.turkish) if self.fold else shown
+        return shown
 
     def sentences(self) -> list[str]:
         """What was done to how many labels, for the user."""
@@ -100,13 +107,16 @@ class Spelling:
 
 def named(characters: list[str]) -> str:
     """Characters for a message: what does not show what it is comes with its code point."""
-    plain = "".join(character for character in characters if character.isascii() and character.isprintable())
-    others = [
-        f"{'' if unicodedata.category(character)[0] in 'MCZ' else character + ' '}U+{ord(character):04X}"
-        for character in characters
-        if character not in plain
-    ]
-    return ", ".join([*([plain] if plain else []), *others])
+    plain = "".join(character for character in characters if "!" <= character <= "~")
+    others = [character for character in characters if character not in plain]
+    shown = [f"{plain}"] * bool(plain) + [_with_code_point(character) for character in others[:_NAMED]]
+    return ", ".join([*shown, *(["…"] * (len(others) > _NAMED))])
+
+
+def _with_code_point(character: str) -> str:
+    if unicodedata.category(character)[0] in "MCZ":  # a mark, a control character, a space
+        return f"U+{ord(character):04X} {unicodedata.name(character, '')}".strip()
+    return f"{character} U+{ord(character):04X}"
 
 
 def right_to_left(text: str) -> bool:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import unicodedata
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from integrations.easyocr import data
+from integrations.easyocr import data, images
 from integrations.easyocr.charset import characters_of
 from integrations.easyocr.data import Skipped, keep_trainable, leaves, read_any, read_folder
 from integrations.easyocr.errors import EasyOCRError
@@ -171,8 +172,59 @@ def test_the_size_of_a_turned_picture_is_the_one_that_is_read(tmp_path, form, or
         picture.save(path, exif=exif)
     except (OSError, KeyError):
         pytest.skip(f"this Pillow writes no {form}")
-    if (grey := data.read_grey(path)) is not None:
-        assert data._size(path) == grey.shape[::-1]
+    if (grey := images.read_grey(path)) is not None:
+        assert images.size_of(path) == grey.shape[::-1]
+
+
+def test_text_that_only_transparency_shows_is_left_out(tmp_path):
+    folder = write_folder(tmp_path / "x", ["1", "2", "3"])
+    for name, ink in (("0", (0, 0, 0, 255)), ("1", (255, 255, 255, 255))):
+        picture = Image.new("RGBA", (40, 30), (0, 0, 0, 0))
+        picture.paste(ink, (10, 10, 20, 20))
+        picture.save(folder / f"{name}.png")
+    labels, skipped = served(folder, number="0123456789")
+    assert labels == ["2", "3"]
+    assert skipped.counts == {"one colour to the Reader, which drops transparency": 1}
+    rows, skipped = rows_of(*(Image.open(folder / f"{name}.png") for name in "012")), Skipped()
+    assert [line.row for line in read_any(rows, "train", read_settings({})[0], skipped).lines] == [1, 2]
+    assert skipped.counts == {"one colour to the Reader, which drops transparency": 1}
+
+
+@pytest.mark.parametrize("mode", ["1", "P", "CMYK", "LA", "RGBA", "YCbCr", "I;16"])
+def test_pictures_of_every_mode_are_read(tmp_path, mode):
+    ink, folder = np.full((30, 50), 255, np.uint8), write_folder(tmp_path / "x", ["12"])
+    ink[10:20, 10:40] = 0
+    forms = ["png", "tif"] if mode == "I;16" else ["png", "tif", "jpg", "webp", "bmp"]  # Pillow cuts 16 bits elsewhere
+    read = 0
+    for form in forms:
+        picture = Image.fromarray(ink.astype(np.uint16) * 257 if mode == "I;16" else ink)
+        try:
+            (picture if mode == "I;16" else picture.convert("RGB").convert(mode)).save(folder / f"0.{form}")
+        except OSError:
+            continue  # no such picture in this form
+        (folder / "labels.csv").write_text(f"filename,words\n0.{form},12\n")
+        lines = read_folder(folder, "train_data", Skipped())
+        grey = lines.grey(0)
+        assert grey.shape == (lines.lines[0].height, lines.lines[0].width)
+        assert np.abs(grey.astype(int) - ink).mean() < 5, form
+        read += 1
+    assert read >= 2 or mode in ("CMYK", "YCbCr")
+
+
+def test_a_file_name_in_another_unicode_form_or_of_windows_is_found(tmp_path):
+    folder = write_folder(tmp_path / "x", ["1", "2"])
+    (folder / "deep").mkdir()
+    (folder / "0.png").rename(folder / unicodedata.normalize("NFD", "Größe.png"))
+    (folder / "1.png").rename(folder / "deep" / "1.png")
+    (folder / "labels.csv").write_text("filename,words\nGröße.png,1\ndeep\\1.png,2\n", encoding="utf-8")
+    assert served(folder, number="12")[0] == ["1", "2"]
+
+
+def test_many_unknown_characters_are_one_note(tmp_path):
+    folder = write_folder(tmp_path / "x", ["1", "a", "é", "\u00a0", "b c"])
+    _, skipped = served(folder, number="1", symbol="z")
+    (told,) = skipped.sentences()
+    assert told.startswith("4 left out, characters outside the set (abc, U+0020 SPACE, é U+00E9): ")
 
 
 def test_hugging_face_data_sets(tmp_path):

@@ -122,11 +122,12 @@ def test_a_set_taken_from_labels_holds_neither_two_forms_nor_invisible_character
 
 def test_characters_that_do_not_show_what_they_are_have_their_code_points(tmp_path):
     assert named(list("ab")) == "ab"
-    assert named(["a", "\u0308", "\u00a0", "а"]) == "a, U+0308, U+00A0, а U+0430"
+    assert named(["\t", " ", "b"]) == "b, U+0009, U+0020 SPACE"
+    assert named(["a", "\u0308", "\u00a0", "а"]) == "a, U+0308 COMBINING DIAERESIS, U+00A0 NO-BREAK SPACE, а U+0430"
     lines = read_folder(write_folder(tmp_path / "x", ["a", "q\u0308"]), "train_data", Skipped())
     skipped = Skipped()
     keep_trainable(lines, "aq", read_settings({})[0], skipped)
-    assert "characters outside the set (U+0308)" in skipped.sentences()[0]
+    assert "characters outside the set (U+0308 COMBINING DIAERESIS)" in skipped.sentences()[0]
 
 
 def test_what_a_picture_hardly_shows_is_told():
