@@ -77,8 +77,8 @@ def languages_told(characters: str, lang_list: list[str]) -> list[str]:
     held = {lang: _letters_of(lang) for lang in all_lang_list}
     best = min(held, key=lambda lang: (-len(held[lang] & missing), len(held[lang]), lang))
     found = held[best] & missing
-    if not found:
-        return []
+    if len(found) < 2:
+        return []  # a sign such as `ª`, and no script
     return [
         f"lang_list={lang_list}: lacks {min(found)!r} and {len(found) - 1} more letters of the character set; "
         f"easyocr.Reader([{best!r}], …) will refuse this network unless lang_list holds {best!r}"

@@ -61,8 +61,8 @@ class Exported:
         """What a bare Reader on these files needs beyond that line."""
         missing, told = find_detector("craft", [self.model_storage_directory])
         return [
-            *([f"it fetches its detector once ({told}), or takes detector=False"] if missing is None else []),
-            *(["its texts are in the order of the picture until its model_lang = 'arabic'"] * self.right_to_left),
+            *([f"this Reader downloads its detector, unless detector=False ({told})"] if missing is None else []),
+            *(["set .model_lang = 'arabic' on this Reader: texts are then given as typed"] * self.right_to_left),
         ]
 
 

@@ -64,6 +64,8 @@ def fit(
         raise AccelError(str(error)) from None
     last = prepared.folder / "last.pt"
     start = last if resume is True else Path(resume) if resume else None
+    if start is not None and not start.is_file():
+        raise AccelError(f"{start}: no such file; expected the last.pt of a run")
     own = start is not None and start.resolve() == last.resolve()
     if not own and (found := earlier_run(prepared)):
         on = "resume=True (--resume) goes on from it, " if found == last else ""
