@@ -46,7 +46,8 @@ from integrations.easyocr.settings import read_settings  # noqa: E402
 from integrations.easyocr.stream import loader  # noqa: E402
 from plugins.core.checkpoint import seed_everything  # noqa: E402
 from plugins.core.memory import Peaks  # noqa: E402
-from plugins.easyocr import _config, _Run  # noqa: E402
+from plugins.easyocr import _config  # noqa: E402
+from plugins.easyocr.training import Run  # noqa: E402
 
 BATCH, LINES, SEED = 32, 2000, 1111
 WARM_UP = 3  # steps that are not counted
@@ -108,7 +109,7 @@ def official(run: Prepared, updates: int) -> Steps:
 
 def plugged(run: Prepared, options: dict[str, Any], folder: Path | None = None) -> Steps:
     """The loop of `fit`, one update at a time; closed, it leaves its report in `folder`."""
-    loop = _Run(run, _config(dict(options)), 0, lambda told: None)
+    loop = Run(run, _config(dict(options)), 0, lambda told: None)
     loop.accel.train()
     try:
         for batch in loop._stream():

@@ -85,15 +85,14 @@ def main() -> int:
     options = {"num_iter": arguments.num_iter} if arguments.num_iter else {}
     result = fit(arguments.config, saved_model=str(STOCK / "english_g2.pth"), **options)
 
-    tuned = result.reader(detector=False)
+    tuned = result.reader()
     after = word_accuracy(tuned, valid)
     print(f"{result.exported.name} reads {after:.1%} of them (validation said {result.accuracy:.1%})")
 
     sheet, written = page(seed=3)
-    boxes, free = stock.detect(sheet, width_ths=1.5)
     print(f"a held-out page says   {written}")
-    print(f"stock weights read     {stock.recognize(sheet, boxes[0], free[0], detail=0)}")
-    print(f"fine-tuned weights read {tuned.recognize(sheet, boxes[0], free[0], detail=0)}")
+    print(f"stock weights read     {stock.readtext(sheet, width_ths=1.5, detail=0)}")
+    print(f"fine-tuned weights read {tuned.readtext(sheet, width_ths=1.5, detail=0)}")
     print(f"everything is in {result.folder}; the report is {result.report}")
     return 0 if before < STOCK_BELOW and after >= WANTED else 1
 

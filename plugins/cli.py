@@ -113,11 +113,9 @@ def fit(
     result = easyocr.fit(config, resume=resume, **given)
     network = result.exported
     print(f"stopped at update {result.updates}: {result.stopped}; words read right: {result.accuracy:.1%}")
-    print(
-        f"easyocr.Reader({result.lang_list}, recog_network={network.name!r},"
-        f" model_storage_directory={str(network.model_storage_directory)!r},"
-        f" user_network_directory={str(network.user_network_directory)!r})"
-    )
+    print(network.source(result.lang_list))
+    for note in network.remarks():
+        print(note)
     print(f"report: {result.report}")
     if result.stopped == "interrupted":
         print("to go on: the same command with --resume", file=sys.stderr)

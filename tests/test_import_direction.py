@@ -90,13 +90,26 @@ def test_the_core_imports_no_host_and_no_integration(path: Path) -> None:
     assert not {n for n in imported(path) if n in plugs or n.startswith(tuple(f"{p}." for p in plugs))}
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "plugins").glob("*.py")), ids=ids)
+def plug_of(path: Path) -> str:
+    """The plug that a file of `plugins` is, or is a part of: the name right below that folder."""
+    return path.relative_to(ROOT / "plugins").with_suffix("").parts[0]
+
+
+PLUGS = [p for p in SOURCES if p.is_relative_to(ROOT / "plugins") and not p.is_relative_to(ROOT / "plugins" / "core")]
+
+
+def test_a_plug_may_be_a_folder() -> None:
+    assert set(FOLDER_OF_PLUG) <= {plug_of(path) for path in PLUGS}
+    assert plug_of(ROOT / "plugins" / "easyocr" / "training.py") == "easyocr"
+
+
+@pytest.mark.parametrize("path", PLUGS, ids=ids)
 def test_a_plug_holds_no_host_and_takes_its_own_integration_only(path: Path) -> None:
-    own = FOLDER_OF_PLUG.get(path.stem)
+    own = FOLDER_OF_PLUG.get(plug_of(path))
     allowed = {"transformers"} if own == "huggingface" else set()  # a callback is a subclass of the host's own
     assert tops(path) & HOSTS <= allowed
     rooms = {n.split(".")[1] for n in imported(path) if n.startswith("integrations.")} & set(OWN)
-    if path.stem not in ("cli",):
+    if plug_of(path) not in ("cli",):
         assert rooms <= {own}
 
 

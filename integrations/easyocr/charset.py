@@ -5,7 +5,9 @@ Class 0 of a recognizer is the CTC blank; class i + 1 is character i. Order and 
 
 from __future__ import annotations
 
+import unicodedata
 from collections.abc import Iterable
+from pathlib import Path
 
 from integrations.easyocr.errors import EasyOCRError
 from integrations.easyocr.settings import Settings
@@ -33,15 +35,21 @@ def characters_of(settings: Settings, training_labels: Iterable[str]) -> str:
     return characters
 
 
-def fold_case(label: str, characters: str) -> str:
+def fold_case(label: str, characters: str, turkish: bool = False) -> str:
     """`sensitive: False`: the label in the case that the set holds; lower case where it holds both or none.
 
-    The official trainer folds to lower case always, and so drops every letter of an upper-case set.
+    The official trainer folds to lower case always, and so drops every letter of an upper-case set. A letter stays one
+    letter: `İ` becomes `i` (Python makes `i` + U+0307 of it), and `ß` has no upper case (Python: `SS`).
+
+    Args:
+        turkish: pairs `ı` with `I` and `i` with `İ`.
     """
-    lower, known = label.lower(), set(characters)
+    known = set(characters)
+    lower = (label.replace("I", "ı") if turkish else label).replace("İ", "i").lower()
     if set(lower) <= known:
         return lower
-    upper = label.upper()
+    pairs = ((letter, letter.upper()) for letter in (label.replace("i", "İ") if turkish else label))
+    upper = "".join(large if len(large) == 1 else letter for letter, large in pairs)
     return upper if set(upper) <= known else lower
 
 
@@ -55,3 +63,30 @@ def check_languages(lang_list: list[str]) -> None:
             f"lang_list={lang_list}: {', '.join(map(repr, unknown)) or 'empty list'} unknown to EasyOCR; "
             f"allowed are {', '.join(sorted(all_lang_list))}"
         )
+
+
+def languages_told(characters: str, lang_list: list[str]) -> list[str]:
+    """A note where `characters` hold letters of another script than `lang_list`: the Reader is opened by language."""
+    from easyocr.config import all_lang_list
+
+    letters = {letter for letter in characters if letter.isalpha() and not letter.isascii()}
+    foreign = {letter for letter in letters if not unicodedata.name(letter, "LATIN").startswith("LATIN")}
+    missing = foreign - set().union(*map(_letters_of, lang_list))
+    if not missing:
+        return []
+    held = {lang: _letters_of(lang) for lang in all_lang_list}
+    best = min(held, key=lambda lang: (-len(held[lang] & missing), len(held[lang]), lang))
+    found = held[best] & missing
+    if len(found) < 2:
+        return []  # a sign such as `ª`, and no script
+    return [
+        f"lang_list={lang_list}: lacks {min(found)!r} and {len(found) - 1} more letters of the character set; "
+        f"easyocr.Reader([{best!r}], …) will refuse this network unless lang_list holds {best!r}"
+    ]
+
+
+def _letters_of(lang: str) -> set[str]:
+    from easyocr.config import BASE_PATH
+
+    path = Path(BASE_PATH) / "character" / f"{lang}_char.txt"
+    return set(path.read_text(encoding="utf-8-sig")) if path.is_file() else set()

@@ -13,20 +13,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import Image
 
-from integrations.easyocr.charset import fold_case
+from integrations.easyocr.charset import fold_case as fold_case  # a name of this file too
 from integrations.easyocr.errors import EasyOCRError
+from integrations.easyocr.images import HIDDEN, UNDECODABLE, find_picture, grey_of, is_whole, read_grey, size_of
 from integrations.easyocr.settings import Settings
+from integrations.easyocr.text import Spelling, named
 
 HEADER = "filename,words"
 # The Reader scales to a height and keeps the whole width, so one odd crop could take all memory. Lines across a page
 # are up to some 40 times as long as high; the fewest crops of 50 that a forward takes (4) are still below what the
 # official trainer holds at once, 32 of 600 x 64 px.
 LONGEST = 50  # times the shorter side
-# What Pillow raises over a file that is gone, damaged, or larger than it takes.
-UNDECODABLE = (OSError, SyntaxError, ValueError, AttributeError, Image.DecompressionBombError)
-_EXIF_ORIENTATION, _SIDEWAYS = 0x0112, {5, 6, 7, 8}
 
 
 @dataclass(frozen=True)
@@ -43,11 +41,23 @@ class Line:
 
 @dataclass
 class Skipped:
-    """Rows left out: counts by reason, and the first names of each."""
+    """Rows left out: counts by reason, and the first names of each.
+
+    kept: lines that are left; too_long: characters of every label over batch_max_length; remarks: what was done to
+    labels that are kept.
+    """
 
     counts: Counter[str] = field(default_factory=Counter)
     names: dict[str, list[str]] = field(default_factory=dict)
     listed: int = 20
+    kept: int = 0
+    too_long: list[int] = field(default_factory=list)
+    remarks: list[str] = field(default_factory=list)
+
+    @property
+    def rows(self) -> int:
+        """All rows that were read."""
+        return self.kept + self.counts.total()
 
     def add(self, reason: str, name: str) -> None:
         self.counts[reason] += 1
@@ -59,6 +69,15 @@ class Skipped:
         return [
             f"{count} left out, {reason}: {', '.join(self.names[reason])}" + (" …" if count > self.listed else "")
             for reason, count in self.counts.items()
+        ]
+
+    def too_long_told(self, most: int) -> list[str]:
+        """What `batch_max_length` costs, and the value that costs nothing."""
+        if not self.too_long:
+            return []
+        return [
+            f"{len(self.too_long)} of {self.rows} lines are lost, labels longer than batch_max_length={most}: "
+            f"batch_max_length: {max(self.too_long)} keeps them all"
         ]
 
 
@@ -88,42 +107,6 @@ class LineSet:
             return read_grey(line.path)
         except UNDECODABLE:
             return None
-
-
-def grey_of(picture: Image.Image) -> np.ndarray:
-    """A picture as uint8 [h, w]; one of 16 bits loses its lower 8, as where the Reader reads its file.
-
-    Pillow's own conversion cuts such values off at 255, which leaves a white picture.
-    """
-    if not picture.mode.startswith(("I", "F")):
-        return np.asarray(picture.convert("L"))
-    values = np.nan_to_num(np.asarray(picture, dtype=np.float64))
-    if picture.mode == "F" and values.max(initial=0) <= 1:
-        values = values * 255  # shares of white
-    elif values.max(initial=0) > 255 or picture.mode.startswith("I;16"):
-        values = values // 256
-    return values.clip(0, 255).astype(np.uint8)
-
-
-def read_grey(path: Path) -> np.ndarray | None:
-    """A file as uint8 [h, w], by the Reader's own decoder; None if it cannot be decoded.
-
-    Decoded from memory: Ultralytics, where it is imported, puts a function of its own in place of `cv2.imread`.
-    """
-    import cv2
-
-    data = np.fromfile(path, dtype=np.uint8)
-    return cv2.imdecode(data, cv2.IMREAD_GRAYSCALE) if data.size else None
-
-
-def is_whole(path: Path) -> bool:
-    """Whether the file decodes to its end."""
-    try:
-        with Image.open(path) as picture:
-            picture.load()
-    except Exception:  # also what a plugged-in opener raises, such as a missing library of its own
-        return False
-    return True
 
 
 def read_labels(leaf: Path) -> list[tuple[str, str]]:
@@ -166,8 +149,8 @@ def read_folder(root: Path, name: str, skipped: Skipped) -> LineSet:
     lines = []
     for leaf in leaves(root, name):
         for file_name, label in read_labels(leaf):
-            path = leaf / file_name
-            size = _size(path)
+            path = find_picture(leaf, file_name)
+            size = size_of(path)
             if isinstance(size, str):
                 skipped.add(size, str(path))
             else:
@@ -197,9 +180,14 @@ def read_dataset(source: Any, name: str, image_column: str, text_column: str, sk
         if not isinstance(label, str):
             raise EasyOCRError(f"{name}: row {row}, column {text_column} holds {label!r}; expected text")
         try:
-            width, height = source[row][image_column].size
+            picture = source[row][image_column]
+            width, height = picture.size
+            hidden = picture.has_transparency_data and np.ptp(grey_of(picture)) == 0
         except UNDECODABLE:
             skipped.add("corrupt image", f"{name} row {row}")
+            continue
+        if hidden:
+            skipped.add(HIDDEN, f"{name} row {row}")
             continue
         lines.append(Line(f"{name} row {row}", label, width, height, row=row))
     return LineSet(name, lines, source, image_column)
@@ -218,8 +206,8 @@ def read_any(source: Any, name: str, settings: Settings, skipped: Skipped) -> Li
 
 
 def keep_trainable(lines: LineSet, characters: str, settings: Settings, skipped: Skipped) -> LineSet:
-    """Labels folded to the set's case, without those that are empty, too long, or hold unknown characters, and
-    without crops too long for `preprocess: reader`.
+    """Labels in the set's spelling, without those that are empty, too long, or hold unknown characters, and without
+    crops too long for `preprocess: reader`.
 
     `data_filtering_off` keeps too long labels, as the official trainer does; a label with a character that has no
     class cannot be encoded at all, and is left out and counted either way.
@@ -227,40 +215,30 @@ def keep_trainable(lines: LineSet, characters: str, settings: Settings, skipped:
     Raises:
         EasyOCRError: nothing is left.
     """
-    known, kept = set(characters), []
+    known, kept, spelling = set(characters), [], Spelling(characters, settings)
+    outside: dict[str, set[str]] = {}  # by line
     for line in lines.lines:
-        label = line.label if settings.sensitive else fold_case(line.label, characters)
-        unknown = sorted(set(label) - known)
+        label = spelling(line.label)
+        unknown = set(label) - known
         if not label:
             skipped.add("empty label", line.name)
         elif unknown:
-            skipped.add(f"characters outside the set ({''.join(unknown)})", line.name)
+            outside[line.name] = unknown
         elif len(label) > settings.batch_max_length and not settings.data_filtering_off:
             skipped.add(f"label longer than batch_max_length={settings.batch_max_length}", line.name)
+            skipped.too_long.append(len(label))
         elif settings.preprocess == "reader" and max(line.width, line.height) > LONGEST * min(line.width, line.height):
             skipped.add(f"longer side over {LONGEST} times the shorter one", line.name)
         else:
             kept.append(Line(line.name, label, line.width, line.height, line.path, line.row))
+    all_unknown = sorted(set().union(*outside.values()))
+    for name in outside:
+        skipped.add(f"characters outside the set ({named(all_unknown)})", name)
+    skipped.kept += len(kept)
+    skipped.remarks += spelling.sentences()
     if not kept:
-        reasons = "; ".join(skipped.sentences())[:400] or "it has no rows"
+        told = [*skipped.too_long_told(settings.batch_max_length), *skipped.sentences()]
+        reasons = "; ".join(told)[:400] or "it has no rows"
         use = "read" if lines.name == "valid_data" else "train on"
         raise EasyOCRError(f"{lines.name}: no line is left to {use} ({reasons})")
     return LineSet(lines.name, kept, lines.source, lines.image_column)
-
-
-def _size(path: Path) -> tuple[int, int] | str:
-    """(width, height) in px from the file's header, or the reason why there is none."""
-    try:
-        if not path.is_file():
-            return "missing image"
-    except (OSError, ValueError):  # a name that no file can have: too long, or with a null character
-        return "missing image"
-    try:
-        with Image.open(path) as picture:
-            width, height = picture.size
-            # Pillow decodes a whole PNG to look for EXIF behind its pixels; only what its header tells counts here.
-            tagged = picture.format != "PNG" or "exif" in picture.info
-            sideways = tagged and picture.getexif().get(_EXIF_ORIENTATION) in _SIDEWAYS
-    except Exception:  # as in is_whole
-        return "corrupt image"
-    return (height, width) if sideways else (width, height)

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from integrations.easyocr.errors import EasyOCRError
 from integrations.easyocr.network import MODULES, Features
+from integrations.easyocr.reader import find_detector, reader
 from integrations.easyocr.weights import PREFIX
 
 
@@ -29,6 +30,7 @@ class Exported:
     name: str
     model_storage_directory: Path
     user_network_directory: Path
+    right_to_left: bool = False  # whether it reads in the order of the picture what is to be read from the right
 
     @classmethod
     def under(cls, folder: Path, name: str) -> Exported:
@@ -45,16 +47,23 @@ class Exported:
 
     def reader(self, lang_list: list[str], **options: Any) -> Any:
         """An `easyocr.Reader` of this network, on the CPU in full precision unless `options` say otherwise."""
-        import easyocr
+        return reader(self, lang_list, **options)
 
-        defaults = {"gpu": False, "quantize": False, "verbose": False, "download_enabled": False}
-        return easyocr.Reader(
-            lang_list,
-            recog_network=self.name,
-            model_storage_directory=str(self.model_storage_directory),
-            user_network_directory=str(self.user_network_directory),
-            **{**defaults, **options},
+    def source(self, lang_list: list[str]) -> str:
+        """The line of Python that opens a bare `easyocr.Reader` on these files."""
+        return (
+            f"easyocr.Reader({lang_list}, recog_network={self.name!r},"
+            f" model_storage_directory={str(self.model_storage_directory)!r},"
+            f" user_network_directory={str(self.user_network_directory)!r})"
         )
+
+    def remarks(self) -> list[str]:
+        """What a bare Reader on these files needs beyond that line."""
+        missing, told = find_detector("craft", [self.model_storage_directory])
+        return [
+            *([f"this Reader downloads its detector, unless detector=False ({told})"] if missing is None else []),
+            *(["set .model_lang = 'arabic' on this Reader: texts are then given as typed"] * self.right_to_left),
+        ]
 
 
 def check_name(name: str, folder: Path | None = None) -> None:
@@ -71,6 +80,10 @@ def check_name(name: str, folder: Path | None = None) -> None:
         raise EasyOCRError(f"experiment_name={name!r}: the Reader cannot import it as a network; {allowed}")
     if name in own:
         raise EasyOCRError(f"experiment_name={name!r}: is a network of EasyOCR itself; {allowed}")
+    if name in _SPECIAL:
+        raise EasyOCRError(
+            f"experiment_name={name!r}: the Reader {_SPECIAL[name]} for a network of that name; allowed is another name"
+        )
     if len(name.encode()) > _LONGEST:
         raise EasyOCRError(f"experiment_name={name[:20]}…: is {len(name.encode())} bytes long, allowed are {_LONGEST}")
     try:
@@ -93,6 +106,12 @@ def _is_ours(path: Path) -> bool:
         return False
 
 
+# Names that the Reader compares with: `model_lang` in its `recognize`.
+_SPECIAL = {
+    "arabic": "turns every text round",
+    "chinese_sim": "decodes greedily, whatever is asked,",
+    "chinese_tra": "decodes greedily, whatever is asked,",
+}
 _LONGEST = 200  # bytes of a name; file systems allow 255, and unfinished files carry more than the name
 _MARK = '"""Recognizer network for easyocr.Reader'
 

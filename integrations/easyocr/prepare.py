@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import nn
 
 from integrations.easyocr.augment import Augment
 from integrations.easyocr.batches import WidthBatches
-from integrations.easyocr.charset import characters_of, check_languages
+from integrations.easyocr.charset import characters_of, check_languages, languages_told
 from integrations.easyocr.data import LineSet, Skipped, keep_trainable, read_any
 from integrations.easyocr.errors import EasyOCRError
 from integrations.easyocr.export import Exported, Writer, check_name, write
@@ -22,12 +22,16 @@ from integrations.easyocr.preprocess import Preprocess
 from integrations.easyocr.reading import Readings, read_lines
 from integrations.easyocr.settings import Settings, home
 from integrations.easyocr.stream import Lines
-from integrations.easyocr.weights import take_over
+from integrations.easyocr.text import Spelling, right_to_left, suspicious
+from integrations.easyocr.weights import PREFIX, take_over
 
 
 @dataclass
 class Prepared:
-    """What a run starts from. `notes` are sentences for the user: skipped rows, weights taken over, parts frozen."""
+    """What a run starts from. `notes` are sentences for the user: skipped rows, weights taken over, parts frozen.
+
+    rows: training lines before any was left out.
+    """
 
     settings: Settings
     folder: Path
@@ -39,6 +43,13 @@ class Prepared:
     valid: LineSet
     preprocess: Preprocess
     notes: list[str]
+    rows: int
+
+    @property
+    def lost_told(self) -> str:
+        """How many of the training lines were left out; empty where none was."""
+        used = sum(len(part.lines) for part in self.sets)
+        return f"trained on {used} of {self.rows} lines" if used < self.rows else ""
 
     @property
     def params(self) -> dict[str, int]:
@@ -47,7 +58,11 @@ class Prepared:
     @property
     def exported(self) -> Exported:
         """Where the Reader's three files lie, or will."""
-        return Exported.under(self.folder, self.settings.experiment_name)
+        return self._read_from_the_right(Exported.under(self.folder, self.settings.experiment_name))
+
+    def _read_from_the_right(self, exported: Exported) -> Exported:
+        turned = self.settings.label_order == "logical" and right_to_left(self.characters)
+        return replace(exported, right_to_left=turned)
 
     def batches(self, edges: Sequence[int]) -> WidthBatches:
         """The training lines in batches; `edges` in px, the last one holds the widest line."""
@@ -67,9 +82,16 @@ class Prepared:
         size, decode = self.settings.batch_size, self.settings.decode
         return read_lines(model, self.valid, self.preprocess, self.codec, device, batch_size=size, decode=decode)
 
+    def read_exported(self, device: torch.device) -> Readings:
+        """The validation lines, as the network in the Reader's files reads them."""
+        model = build(self.settings.FeatureExtraction, len(self.codec.character), self.params)
+        state = torch.load(self.exported.files[0], map_location="cpu", weights_only=True)
+        model.load_state_dict({name.removeprefix(PREFIX): value for name, value in state.items()})
+        return self.read(model.to(device), device)
+
     def export(self, state: dict[str, Any], writer: Writer, name: str | None = None) -> Exported:
         """Writes the Reader's three files into the experiment folder."""
-        return write(
+        exported = write(
             self.folder,
             name or self.settings.experiment_name,
             state,
@@ -80,6 +102,7 @@ class Prepared:
             lang_list=self.settings.lang_list,
             writer=writer,
         )
+        return self._read_from_the_right(exported)
 
 
 def network_params(settings: Settings) -> dict[str, int]:
@@ -101,12 +124,14 @@ def prepare(settings: Settings, train: Any = None, valid: Any = None) -> Prepare
     lost, lost_valid, notes = Skipped(), Skipped(), []
     sets = [read_any(source, name, settings, lost) for name, source in _training_sources(settings, train)]
     held_out = read_any(_given(valid, settings.valid_data, "valid_data"), "valid_data", settings, lost_valid)
-    labels = [line.label for part in sets for line in part.lines]
-    characters = characters_of(settings, labels if settings.sensitive else map(str.lower, labels))
+    characters = characters_of(settings, map(Spelling("", settings), _labels(sets)))
     sets = [keep_trainable(part, characters, settings, lost) for part in sets]
     held_out = keep_trainable(held_out, characters, settings, lost_valid)
-    notes += [f"training data: {sentence}" for sentence in lost.sentences()]
-    notes += [f"validation data: {sentence}" for sentence in lost_valid.sentences()]
+    for data, rows in (("training", lost), ("validation", lost_valid)):
+        told = [*rows.too_long_told(settings.batch_max_length), *rows.sentences(), *rows.remarks]
+        notes += [f"{data} data: {sentence}" for sentence in told]
+    notes += [f"training data: {sentence}" for sentence in suspicious(_labels(sets))]
+    notes += languages_told(characters, settings.lang_list)
     codec = converter(characters)
     preprocess = Preprocess(settings.preprocess, settings.imgH, settings.imgW, settings.PAD)
     model = build(settings.FeatureExtraction, len(codec.character), network_params(settings))
@@ -134,7 +159,11 @@ def prepare(settings: Settings, train: Any = None, valid: Any = None) -> Prepare
     wide = sum(width > settings.imgW for width in lines.widths()) if settings.preprocess == "reader" else 0
     if wide:
         notes.append(f"{wide} lines are wider than imgW={settings.imgW}: kept at their width, as the Reader reads them")
-    return Prepared(settings, folder, characters, codec, model, lines, sets, held_out, preprocess, notes)
+    return Prepared(settings, folder, characters, codec, model, lines, sets, held_out, preprocess, notes, lost.rows)
+
+
+def _labels(sets: Sequence[LineSet]) -> list[str]:
+    return [line.label for part in sets for line in part.lines]
 
 
 def _training_sources(settings: Settings, train: Any) -> list[tuple[str, Any]]:

@@ -151,6 +151,9 @@ class Settings(BaseModel):
     augment: bool = False
     forward_px: Whole = Field(0, ge=0, description="samples x px of width in one forward; 0: chosen")
     lang_list: Annotated[list[str], BeforeValidator(_languages)] = ["en"]
+    label_order: Literal["logical", "visual"] = Field(
+        "logical", description="of right-to-left labels: as typed, or from left to right, as their pictures show them"
+    )
     saved_characters: Text = ""
     image_column: str = "image"
     text_column: str = "text"
@@ -198,6 +201,7 @@ _WHY = {
     "decode": "greedy, beamsearch",
     "optim": "False (Adadelta), adadelta, adam, adamw",
     "preprocess": "reader, official",
+    "label_order": "logical (as typed), visual (from left to right, as the pictures show them)",
     "schedule": "constant, onecycle, cosine",
 }
 # The official file misspells one freeze key; its trainer then ignores both. Either spelling works here.

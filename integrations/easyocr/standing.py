@@ -13,6 +13,7 @@ from integrations.easyocr import pictures
 from integrations.easyocr.board import Row
 from integrations.easyocr.export import Exported, Writer
 from integrations.easyocr.prepare import Prepared
+from integrations.easyocr.reader import place_detector
 from integrations.easyocr.reading import Readings
 from integrations.easyocr.scoring import Score
 from integrations.easyocr.weights import PREFIX
@@ -73,6 +74,7 @@ class Standing:
     history: list[Row] = field(default_factory=list)
     best: dict[str, Score] = field(default_factory=dict)
     exported: Exported | None = None
+    readings: Readings | None = None  # of the exported weights, where this process made them
     steps: dict[str, Any] = field(default_factory=dict)  # settings of the optimizer, in force
 
     def __post_init__(self) -> None:
@@ -93,13 +95,17 @@ class Standing:
             told.append("more pictures cannot be decoded; the result's `unreadable` lists them all")
         return told
 
-    def keep(self, found: Score, weights: Callable[[], dict[str, Any]]) -> None:
-        """Writes the weights that are best by accuracy, and by edit distance; the Reader gets the former."""
+    def keep(self, found: Score, weights: Callable[[], dict[str, Any]], readings: Readings) -> None:
+        """Writes the weights that are best by accuracy, and by edit distance; the Reader gets the former.
+
+        `readings`: what these weights read, whose score is `found`.
+        """
         known, top = self.best.get("norm_ED"), self.best.get("accuracy")
         self.stale += 1
         if found.better_than(top):
             self.stale = 0
             self.best["accuracy"] = found
+            self.readings = readings
             self._write("best_accuracy.pth", weights())
             self.export(weights())
         if known is None or found.similarity > known.similarity:
@@ -108,19 +114,26 @@ class Standing:
 
     def export(self, weights: Mapping[str, Any]) -> None:
         self.exported = self.prepared.export(dict(weights), self.writer)
+        storage = [Path(self.prepared.settings.saved_model).parent] if self.prepared.settings.saved_model else []
+        place_detector(self.exported, storage, self.writer)
 
     def _write(self, name: str, weights: Mapping[str, Any]) -> None:
         """Under the official names and keys, as the official trainer saves."""
         state = {PREFIX + key: value.cpu().contiguous() for key, value in weights.items()}
         self.writer(self.prepared.folder / name, lambda file: torch.save(state, file))
 
-    def draw(self, last: Readings | None) -> None:
-        """Curves of the whole run, and the mistakes of its last validation."""
+    def draw(self, device: torch.device | None) -> None:
+        """Curves of the whole run, and the mistakes of the exported weights.
+
+        Where an earlier process chose those and drew nothing, they are read again on `device`, if there is one.
+        """
         folder = self.prepared.folder
+        if device and self.readings is None and self.best and not (folder / "mistakes.png").is_file():
+            self.readings = self.prepared.read_exported(device)
         if self.history:
             pictures.curves(self.history, folder / "curves.png", self.writer)
-        if last is not None:
-            pictures.mistakes(last, self.prepared.valid, folder / "mistakes.png", self.writer)
+        if self.readings is not None:
+            pictures.mistakes(self.readings, self.prepared.valid, folder / "mistakes.png", self.writer)
 
     def result(self, updates: int, stopped: str, report: Path | None) -> Result:
         settings, top = self.prepared.settings, self.top

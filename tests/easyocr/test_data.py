@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import unicodedata
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from integrations.easyocr import data
+from integrations.easyocr import data, images
 from integrations.easyocr.charset import characters_of
 from integrations.easyocr.data import Skipped, keep_trainable, leaves, read_any, read_folder
 from integrations.easyocr.errors import EasyOCRError
@@ -69,6 +70,17 @@ def test_what_is_left_out_is_counted_and_listed(tmp_path):
     assert "characters outside the set (a)" in told
     assert "longer than batch_max_length=5" in told
     assert "empty label" in told
+
+
+def test_lines_lost_to_batch_max_length_are_counted_with_the_value_that_keeps_them(tmp_path):
+    folder = write_folder(tmp_path / "x", ["12", "3" * 30, "4" * 41, "a"])
+    labels, skipped = served(folder, number="0123456789")
+    assert labels == ["12"]
+    (told,) = skipped.too_long_told(25)
+    assert told == "2 of 4 lines are lost, labels longer than batch_max_length=25: batch_max_length: 41 keeps them all"
+    assert served(folder, number="0123456789", batch_max_length=41)[1].too_long_told(41) == []
+    with pytest.raises(EasyOCRError, match="batch_max_length: 41 keeps them all"):
+        served(folder, number="34", symbol="5")
 
 
 def test_a_crop_too_long_to_keep_its_width_is_left_out(tmp_path):
@@ -149,6 +161,70 @@ def test_a_picture_lying_on_its_side_has_the_size_that_the_reader_sees(tmp_path)
     (folder / "labels.csv").write_text("filename,words\n0.jpg,12345\n")
     lines = read_folder(folder, "train_data", Skipped())
     assert (lines.lines[0].height, lines.lines[0].width) == lines.grey(0).shape == picture.size
+
+
+@pytest.mark.parametrize("form", ["tif", "webp", "png", "avif", "bmp"])
+@pytest.mark.parametrize("orientation", [1, 3, 6, 8])
+def test_the_size_of_a_turned_picture_is_the_one_that_is_read(tmp_path, form, orientation):
+    picture, exif, path = draw("12345"), Image.Exif(), tmp_path / f"0.{form}"
+    exif[0x0112] = orientation
+    try:
+        picture.save(path, exif=exif)
+    except (OSError, KeyError):
+        pytest.skip(f"this Pillow writes no {form}")
+    if (grey := images.read_grey(path)) is not None:
+        assert images.size_of(path) == grey.shape[::-1]
+
+
+def test_text_that_only_transparency_shows_is_left_out(tmp_path):
+    folder = write_folder(tmp_path / "x", ["1", "2", "3"])
+    for name, ink in (("0", (0, 0, 0, 255)), ("1", (255, 255, 255, 255))):
+        picture = Image.new("RGBA", (40, 30), (0, 0, 0, 0))
+        picture.paste(ink, (10, 10, 20, 20))
+        picture.save(folder / f"{name}.png")
+    labels, skipped = served(folder, number="0123456789")
+    assert labels == ["2", "3"]
+    assert skipped.counts == {"one colour to the Reader, which drops transparency": 1}
+    rows, skipped = rows_of(*(Image.open(folder / f"{name}.png") for name in "012")), Skipped()
+    assert [line.row for line in read_any(rows, "train", read_settings({})[0], skipped).lines] == [1, 2]
+    assert skipped.counts == {"one colour to the Reader, which drops transparency": 1}
+
+
+@pytest.mark.parametrize("mode", ["1", "P", "CMYK", "LA", "RGBA", "YCbCr", "I;16"])
+def test_pictures_of_every_mode_are_read(tmp_path, mode):
+    ink, folder = np.full((30, 50), 255, np.uint8), write_folder(tmp_path / "x", ["12"])
+    ink[10:20, 10:40] = 0
+    forms = ["png", "tif"] if mode == "I;16" else ["png", "tif", "jpg", "webp", "bmp"]  # Pillow cuts 16 bits elsewhere
+    read = 0
+    for form in forms:
+        picture = Image.fromarray(ink.astype(np.uint16) * 257 if mode == "I;16" else ink)
+        try:
+            (picture if mode == "I;16" else picture.convert("RGB").convert(mode)).save(folder / f"0.{form}")
+        except OSError:
+            continue  # no such picture in this form
+        (folder / "labels.csv").write_text(f"filename,words\n0.{form},12\n")
+        lines = read_folder(folder, "train_data", Skipped())
+        grey = lines.grey(0)
+        assert grey.shape == (lines.lines[0].height, lines.lines[0].width)
+        assert np.abs(grey.astype(int) - ink).mean() < 5, form
+        read += 1
+    assert read >= 2 or mode in ("CMYK", "YCbCr")
+
+
+def test_a_file_name_in_another_unicode_form_or_of_windows_is_found(tmp_path):
+    folder = write_folder(tmp_path / "x", ["1", "2"])
+    (folder / "deep").mkdir()
+    (folder / "0.png").rename(folder / unicodedata.normalize("NFD", "Größe.png"))
+    (folder / "1.png").rename(folder / "deep" / "1.png")
+    (folder / "labels.csv").write_text("filename,words\nGröße.png,1\ndeep\\1.png,2\n", encoding="utf-8")
+    assert served(folder, number="12")[0] == ["1", "2"]
+
+
+def test_many_unknown_characters_are_one_note(tmp_path):
+    folder = write_folder(tmp_path / "x", ["1", "a", "é", "\u00a0", "b c"])
+    _, skipped = served(folder, number="1", symbol="z")
+    (told,) = skipped.sentences()
+    assert told.startswith("4 left out, characters outside the set (abc, U+0020 SPACE, é U+00E9): ")
 
 
 def test_hugging_face_data_sets(tmp_path):

@@ -56,6 +56,12 @@ def test_names_that_the_reader_cannot_import_are_refused(name):
         export.check_name(name)
 
 
+@pytest.mark.parametrize("name", ["arabic", "chinese_sim", "chinese_tra"])
+def test_names_that_the_reader_treats_specially_are_refused(name):
+    with pytest.raises(EasyOCRError, match=f"experiment_name='{name}': the Reader (turns|decodes)"):
+        export.check_name(name)
+
+
 def test_a_bare_folder_of_that_name_is_no_module(monkeypatch, tmp_path):
     """Such as the experiment's own, where `output` is on Python's path."""
     for name in ("bare_net", "packed_net"):

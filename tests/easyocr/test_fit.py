@@ -6,6 +6,7 @@ import csv
 import errno
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,10 +16,11 @@ import pytest
 import torch
 from PIL import Image
 
+from integrations.easyocr import pictures
 from integrations.easyocr.board import Board
 from integrations.easyocr.prepare import Prepared
-from plugins import easyocr as plug
-from plugins.easyocr import fit
+from integrations.easyocr.scoring import Score
+from plugins.easyocr import fit, training
 from plugins.errors import AccelError
 from tests.easyocr.conftest import write_folder
 
@@ -166,13 +168,13 @@ def test_early_stopping(tiny):
 
 
 def test_an_infinite_gradient_is_skipped(tiny, monkeypatch):
-    real, calls = plug.ctc_loss, []
+    real, calls = training.ctc_loss, []
 
     def sometimes(logits, *labels):
         calls.append(1)
         return real(logits, *labels) * (float("inf") if len(calls) == 3 else 1.0)
 
-    monkeypatch.setattr(plug, "ctc_loss", sometimes)
+    monkeypatch.setattr(training, "ctc_loss", sometimes)
     result = fit(tiny, **SILENT)
     report = json.loads(result.report.read_text())
     assert report["window"]["skipped_updates"] == 1
@@ -402,7 +404,7 @@ def test_a_full_disk_is_one_line_and_what_was_saved_is_untouched(tiny, monkeypat
     def full(path, fill):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
-    monkeypatch.setattr(plug, "write_atomically", full)
+    monkeypatch.setattr(training, "write_atomically", full)
     with pytest.raises(AccelError, match=r"log\.csv: No space left on device") as caught:
         fit(tiny, num_iter=12, resume=True, **SILENT)
     assert "\n" not in str(caught.value)
@@ -455,3 +457,54 @@ def test_a_validation_set_without_one_good_picture_is_one_line_and_what_was_trai
     with pytest.raises(AccelError, match="valid_data: none of its pictures can be decoded"):
         fit({**tiny, "valInterval": 1000}, say=lambda line: None)
     assert (tmp_path / "runs" / "tiny_numbers" / "last.pt").is_file()
+
+
+def test_lines_lost_to_a_setting_are_told_before_training_and_at_its_end(tiny):
+    said = []
+    result = fit(tiny, batch_max_length=3, say=said.append)
+    told = " ".join(said)
+    (lost,) = (note for note in result.notes if "keeps them all" in note and note.startswith("training"))
+    assert re.fullmatch(
+        r"training data: \d+ of 24 lines are lost, labels longer than batch_max_length=3: batch_max_length: 6 "
+        "keeps them all",
+        lost,
+    )
+    assert re.fullmatch(r"trained on \d+ of 24 lines", result.notes[-1])
+    assert told.index(lost) < told.index(result.notes[-1])
+
+
+def test_the_page_of_mistakes_is_of_the_exported_weights(tiny, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(pictures, "mistakes", lambda readings, *_: drawn.append(readings))
+    scores = iter([Score(0.9, 0.9, 8), Score(0.1, 0.1, 8), Score(0.0, 0.0, 8)])
+    monkeypatch.setattr(training, "score", lambda read, labels: next(scores))
+    kept = []
+    with monkeypatch.context() as patch:
+        read = Prepared.read
+        patch.setattr(Prepared, "read", lambda self, *a: kept.append(read(self, *a)) or kept[-1])
+        result = fit(tiny, lr=0.1, **SILENT)
+    assert len(kept) == 2
+    assert drawn == kept[:1]
+    # A later process did not read them: it reads the exported file again, where no page is there.
+    fit(tiny, resume=True, num_iter=9, lr=0.1, **SILENT)
+    again = drawn[1]
+    assert again.texts == kept[0].texts
+    assert again.confidences == pytest.approx(kept[0].confidences)
+    assert result.exported.files[0].is_file()
+
+
+def test_882_right_to_left_labels_are_learnt_and_read_back_as_typed(tiny, tmp_path):
+    letters = "אבג"
+    labels = ["אבג", "גב 12", "בא", "ג 3"] * 3
+    for part in ("train", "valid"):
+        write_folder(tmp_path / part, labels)
+    result = fit(tiny, lang_char=letters, symbol=" ", num_iter=2, valInterval=2, **SILENT)
+    assert any("12 right-to-left labels" in note for note in result.notes)
+    reader = result.reader(detector=False)
+    assert reader.model_lang == "arabic"
+    reader.converter.decode_greedy = lambda *_: ["12 בג"]
+    assert reader.recognize(str(tmp_path / "valid" / "1.png"), detail=0) == ["גב 12"]
+    visual = fit(
+        tiny, lang_char=letters, symbol=" ", num_iter=1, label_order="visual", experiment_name="seen", **SILENT
+    )
+    assert visual.reader(detector=False).model_lang == "seen"

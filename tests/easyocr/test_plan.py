@@ -8,12 +8,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from plugins import easyocr as plug
 from plugins.core import beside
 from plugins.core import plan as planning
 from plugins.core.plan import Plan
 from plugins.core.planfile import PLAN_NAME, Switch, read_switches, write_switches
 from plugins.easyocr import fit
+from plugins.easyocr import training as plug
 from tests.core.planned import Clock, by_name
 from tests.easyocr.test_exact import Kept
 from tests.easyocr.test_fit import assert_same_state, interrupt_at_show
@@ -29,7 +29,7 @@ def reads(monkeypatch):
     clock, real, counted = Clock(monkeypatch), plug.read, []
     monkeypatch.setattr(planning, "bf16_is_fast", lambda device: True)
     monkeypatch.setattr("plugins.core.precision.bf16_is_fast", lambda device: True)
-    monkeypatch.setattr(plug, "_Run", Kept)
+    monkeypatch.setattr(plug, "Run", Kept)
 
     def read(model, images):
         layout, compiled = Kept.last.accel.layout, Kept.last.accel.session.compilation.active

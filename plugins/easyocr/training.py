@@ -1,18 +1,8 @@
-"""fit: fine-tunes an EasyOCR recognizer from the official yaml, and leaves files that `easyocr.Reader` loads.
-
-    from plugins.easyocr import fit
-    result = fit("config.yaml", accumulate=2)
-    result.reader().readtext("page.png")
-
-In the experiment folder: `last.pt` (everything a resume needs), `best_accuracy.pth`, `best_norm_ED.pth`, the Reader's
-three files (`model/NAME.pth`, `user_network/NAME.yaml`, `user_network/NAME.py`), `log.csv`, `curves.png`,
-`mistakes.png`, `tensorboard/` and `accel_report.*`.
-"""
+"""The training loop of `fit`: micro-batches through one `Accelerated`, validated as the Reader reads."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -25,18 +15,15 @@ from integrations.easyocr.board import Board, Pace, Row
 from integrations.easyocr.errors import EasyOCRError
 from integrations.easyocr.labels import ctc_loss
 from integrations.easyocr.network import read
-from integrations.easyocr.prepare import Prepared, prepare
-from integrations.easyocr.reading import Readings
+from integrations.easyocr.prepare import Prepared
 from integrations.easyocr.scoring import score
-from integrations.easyocr.settings import read_settings
-from integrations.easyocr.standing import Result, Standing, earlier_run, in_the_way
+from integrations.easyocr.standing import Result, Standing
 from integrations.easyocr.stream import MicroBatch, loader
 from plugins.config import AccelConfig
 from plugins.core import devices
-from plugins.core.checkpoint import seed_everything, sweep, write_atomically
-from plugins.core.claim import Claimed, claimed
+from plugins.core.checkpoint import sweep, write_atomically
 from plugins.core.interrupt import asked_to_stop
-from plugins.core.ranks import any_rank, from_first, joined
+from plugins.core.ranks import any_rank, from_first
 from plugins.core.report import versions
 from plugins.core.shapes import choose_edges
 from plugins.core.update import NonFiniteGradient
@@ -48,70 +35,17 @@ MOST_BUCKETS = 16  # shapes of an eager run
 ROOM = 2  # graphs of the compile budget that are left for partial batches
 SHOW_EVERY = 10  # updates
 DIVERGED = 100  # skipped updates in a row, after which no further one is worth its time
-FOLDERS = ("model", "user_network")  # of the Reader's files, in the experiment's
 
 
-def fit(
-    config: str | Path | dict[str, Any],
-    *,
-    train: Any = None,
-    valid: Any = None,
-    resume: bool | str | Path = False,
-    say: Callable[[str], None] = print,
-    **options: Any,
-) -> Result:
-    """Trains until `num_iter` updates, an early stop, or Ctrl-C (which finishes the update and saves everything).
-
-    A run of which 100 updates in a row were skipped, for a gradient that is not finite, ends as well.
+class Run:
+    """One training; `train` is the whole of it.
 
     Args:
-        config: the official yaml, or its keys as a mapping; `accel:` in it holds AccelConfig's fields.
-        train, valid: folders or Hugging Face data sets, instead of the yaml's train_data and valid_data.
-        resume: True goes on from the experiment's own last.pt, a path from that file.
-        options: keys of the yaml and fields of AccelConfig, laid over both.
-
-    Raises:
-        AccelError: one line that names the file or key, the value and what is allowed; nothing is written then.
+        prepared: lines, characters, network and its first weights.
+        config: with this plug's own defaults filled in.
+        rank: of this process; the first one shows, validates and writes.
+        say: takes the lines for the user.
     """
-    fields = {f.alias or name for name, f in AccelConfig.model_fields.items()}
-    try:
-        settings, accel = read_settings(config, fields, **{k: v for k, v in options.items() if k not in fields})
-        chosen = _config({**accel, **{k: v for k, v in options.items() if k in fields}})
-        seed_everything(settings.manualSeed if chosen.seed == "host" else int(chosen.seed))
-        prepared = prepare(settings, train, valid)
-    except EasyOCRError as error:
-        raise AccelError(str(error)) from None
-    last = prepared.folder / "last.pt"
-    start = last if resume is True else Path(resume) if resume else None
-    own = start is not None and start.resolve() == last.resolve()
-    if not own and (found := earlier_run(prepared)):
-        on = "resume=True (--resume) goes on from it, " if found == last else ""
-        raise AccelError(
-            f"experiment_name={settings.experiment_name}: {found} is there already; {on}"
-            "another experiment_name or output leaves it alone"
-        )
-    if wrong := in_the_way(prepared):
-        raise AccelError(f"{wrong}: is a folder, where this run writes a file of that name")
-    try:
-        with joined() as rank, claimed(prepared.folder, *FOLDERS) if rank == 0 else nullcontext():
-            return _Run(prepared, chosen, rank, say).train(start, own)
-    except Claimed as error:
-        raise AccelError(f"output={error}") from None
-
-
-def _config(options: dict[str, Any]) -> AccelConfig:
-    """The settings, with this plug's own defaults: bf16 where the machine has it, and only the features compiled."""
-    chosen = AccelConfig(options.pop("config", None), **options)
-    given, own = chosen.given(), {}
-    if "precision" not in given:
-        own["precision"] = "auto"
-    if chosen.compile_scope == "auto":
-        own["compile_scope"] = ["FeatureExtraction"]  # type: ignore[assignment]
-    return chosen.model_copy(update=own)
-
-
-class _Run:
-    """The loop over one `Prepared`; `train` is the whole of it."""
 
     def __init__(self, prepared: Prepared, config: AccelConfig, rank: int, say: Callable[[str], None]) -> None:
         self.prepared, self.settings, self.folder = prepared, prepared.settings, prepared.folder
@@ -132,7 +66,6 @@ class _Run:
         edges = self.accel.session.report.shapes.buckets = self._edges(config)
         self.batches = prepared.batches(edges)
         self.at = Standing(prepared, write_atomically)
-        self.readings: Readings | None = None
         self.pace = Pace()
         self.validated = -1  # the update of the last validation
 
@@ -180,12 +113,15 @@ class _Run:
                 )
             if facts.skipped_updates and not facts.updates:
                 self.accel.session.warn("no update was made: every gradient was not finite; the weights are unchanged")
+            if lost := self.prepared.lost_told:
+                self.accel.session.warn(lost)
+                self.prepared.notes.append(lost)
             if self.at.infeasible:
                 self.accel.session.warn(
                     f"{self.at.infeasible} times a label needed more frames than its crop gives: no gradient from it"
                 )
             if self.first:
-                self.at.draw(self.readings)
+                self.at.draw(None if stopped == "interrupted" else self.accel.device)
         except NonFiniteGradient as error:
             raise AccelError(f"nonfinite=stop: {error}; the last save is untouched") from None
         except EasyOCRError as error:
@@ -279,23 +215,23 @@ class _Run:
         """Reads the validation lines as the Reader does; rank 0 scores, saves and tells the others."""
         if self.first:
             with self.accel.validation() as model:
-                self.readings = self.prepared.read(model, self.accel.device)
-            for line in self.at.lost(self.readings.unreadable):
+                readings = self.prepared.read(model, self.accel.device)
+            for line in self.at.lost(readings.unreadable):
                 self.accel.session.warn(line)
-            found = score(self.readings.texts, self.readings.labels)
+            found = score(readings.texts, readings.labels)
             row = Row(
                 self.accel.updates,
                 self.batches.locate(self.at.position * self.accel.world)[0],
                 self.pace.mean_loss,
-                self.readings.loss,
+                readings.loss,
                 found.accuracy,
                 found.similarity,
                 self._rate(),
                 self.pace.speed,
                 self.at.infeasible,
             )
-            board.validated(row, self.readings.samples(self.prepared.valid))
-            self.at.keep(found, self.accel.weights)
+            board.validated(row, readings.samples(self.prepared.valid))
+            self.at.keep(found, self.accel.weights, readings)
         self.validated = self.accel.updates
         self.pace.reset()
         if self.first:
