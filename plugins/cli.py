@@ -147,6 +147,27 @@ def bench(
         console.print(table)
 
 
+@app.command()
+def repair(
+    file: Annotated[Path, typer.Argument(help="A checkpoint: .pt, .pth, .bin, .ckpt or .safetensors.")],
+    output: Annotated[Path | None, typer.Option(help="Where to write; NAME.clean.SUFFIX beside it by default.")] = None,
+    trust: Annotated[
+        bool, typer.Option(help="Also read pickled objects, which runs code of the file's author.")
+    ] = False,
+    force: Annotated[bool, typer.Option(help="Write over a file that exists.")] = False,
+) -> None:
+    """Write a checkpoint without the names that compile and parallel wrappers left in it (_orig_mod., module.)."""
+    from plugins.repair import repair as write_clean
+
+    found = write_clean(file, output, trust, force)
+    if found.path is None:
+        print(f"{file}: nothing to rename, nothing written")
+        return
+    for old, new in found.renamed.items():
+        print(f"{old} -> {new}")
+    print(f"{found.path}: {len(found.renamed)} names cleaned")
+
+
 def _console() -> Console:
     """Prints words as they are: a path in brackets is no markup."""
     return Console(markup=False, emoji=False)
