@@ -16,12 +16,12 @@ Stages of a compile:
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import StrEnum
+from enum import Enum
 
 from plugins.core.report import CompileFacts
 
 
-class CompileStage(StrEnum):
+class CompileStage(str, Enum):
     """Where the compile of a run stands."""
 
     OFF = "off"
@@ -31,7 +31,7 @@ class CompileStage(StrEnum):
     EAGER = "eager"
 
 
-class CompileResult(StrEnum):
+class CompileResult(str, Enum):
     """What a decision about the compile came to, or was made by."""
 
     UNDECIDED = "undecided"
@@ -103,7 +103,7 @@ class CompileDecision:
         self._facts.reason = undecided if undecided and self.undecided else self.outcome.reason
 
 
-class TuningStage(StrEnum):
+class TuningStage(str, Enum):
     """What a run's tuning does: it times the run's own steps, compiles beside them, or is over."""
 
     TIMING = "timing"
@@ -111,7 +111,7 @@ class TuningStage(StrEnum):
     DONE = "done"
 
 
-class TuningResult(StrEnum):
+class TuningResult(str, Enum):
     """What the choice of a precision and a layout came to."""
 
     UNDECIDED = "undecided"

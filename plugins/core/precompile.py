@@ -25,7 +25,7 @@ import weakref
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
-from enum import StrEnum
+from enum import Enum
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -45,7 +45,7 @@ PREFIX = "accel-compile-"  # of a worker's folder; the run's process id follows
 OUTCOME = "outcome"  # the file in which a worker that failed says how
 
 
-class WorkerState(StrEnum):
+class WorkerState(str, Enum):
     """How a worker stands. LATE: it outlived its budget; DIED: it ended without saying why."""
 
     RUNNING = "running"
