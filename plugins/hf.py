@@ -21,7 +21,6 @@ from plugins.core.batchnorm import reestimate
 from plugins.core.checkpoint import seed_everything
 from plugins.core.compile import CompileRefused
 from plugins.core.ema import EMA
-from plugins.core.plan import Plan
 from plugins.core.planfile import PlanError, read_switches
 from plugins.core.precision import Unsupported
 from plugins.core.report import versions
@@ -115,7 +114,6 @@ class AccelCallback(TrainerCallback):
             average=self._average,
             reestimate=reestimate,
             seed=seed_everything,
-            plan=Plan.from_dict,
         )
         try:
             self.adapter = Adapter(trainer, self, self._new_session, tools)

@@ -145,3 +145,13 @@ def test_what_an_import_loads(statement: str, forbidden: set[str], tmp_path: Pat
         check=True,
     )
     assert done.stdout.strip() == ""
+
+
+def test_no_circles_among_the_files_of_the_plugs() -> None:
+    """Imports for type checking count as well."""
+    files = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in SOURCES}
+    arrows = {name: {found for found in imported(path) if found in files} - {name} for name, path in files.items()}
+    while free := [name for name, to in arrows.items() if not to & arrows.keys()]:
+        for name in free:
+            del arrows[name]
+    assert sorted(arrows) == []

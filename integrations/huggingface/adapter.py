@@ -37,7 +37,7 @@ class Adapter:
         trainer: the host's; kept weakly, so the callback does not keep it alive.
         new_session: gives a fresh session for a run.
         tools: what the plug hands in from the core: `config`, `average(model)` -> EMA or None, `reestimate`,
-            `seed`, `plan(values)`.
+            `seed`.
     """
 
     def __init__(self, trainer: Any, callback: Any, new_session: Callable[[], Any], tools: Any) -> None:
@@ -154,7 +154,7 @@ class Adapter:
         self._facts()
         resumed = caller_local("_inner_training_loop", "resume_from_checkpoint")
         if resumed:
-            saving.resume(Path(resumed), self.tools.plan)
+            saving.resume(Path(resumed))
 
     def _zero_as(self, session: Any) -> None:
         """The host drops gradients after every step; while CUDA graphs run they are zeroed in place instead."""

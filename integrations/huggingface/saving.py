@@ -17,7 +17,7 @@ class Saving:
 
     Args:
         trainer: the host's.
-        session: counts, plan and words.
+        session: the run's state, and words.
         average: the EMA, or None.
     """
 
@@ -71,16 +71,18 @@ class Saving:
         average = self.average
         torch.save(
             {
+                **self._run_state().state_dict(),
                 "raw": {n: t.cpu() for n, t in average.live().items()} if average is not None else {},
                 "average_updates": average.updates if average is not None else 0,
-                "counts": self.session.counts(),
-                "plan": self.session.planner.plan.as_dict(),
-                "measured": self.session.planner.measured,
             },
             folder / checkpoints.STATE,
         )
 
-    def resume(self, checkpoint: Path, plan: Callable[[dict[str, str]], Any]) -> None:
+    def _run_state(self) -> Any:
+        """Without what the host's own files hold: the averaged weights are the model's in them."""
+        return self.session.run_state.without("config", "model", "optimizer", "scaler", "average", "random")
+
+    def resume(self, checkpoint: Path) -> None:
         """The host has loaded what it saved; put back what it left out."""
         path = checkpoint / checkpoints.STATE
         if not path.is_file():
@@ -88,8 +90,7 @@ class Saving:
                 self.session.warn(f"{checkpoint.name} was saved without ema; the average starts from its weights")
             return
         state = torch.load(path, map_location="cpu", weights_only=True)
-        self.session.set_counts(state["counts"])
-        self.session.planner.resume(plan(state["plan"]), self.session.updates, state["measured"])
+        self._run_state().load_state_dict(state)
         if not state["raw"]:
             return
         if self.average is not None:

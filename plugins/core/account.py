@@ -104,13 +104,13 @@ class Account:
                 "rate, or see the gradient norms in the report"
             )
 
-    def counts(self) -> dict[str, int]:
+    def state_dict(self) -> dict[str, int]:
         """What was counted so far, for a checkpoint; a resumed run goes on from it."""
         return {name: int(getattr(self.report.window, name)) for name in COUNTS}
 
-    def set_counts(self, counts: Mapping[str, int]) -> None:
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
         for name in COUNTS:
-            setattr(self.report.window, name, counts[name])
+            setattr(self.report.window, name, state[name])
 
     # -- at the end -----------------------------------------------------------------------------------------------
 

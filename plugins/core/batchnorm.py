@@ -7,7 +7,7 @@ batches. A micro-batch of fewer than 8 samples gives noisy statistics whatever t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -63,6 +63,14 @@ class Statistics:
         """Put back what `keep` remembered: a NaN in one batch would otherwise stay in the running mean for good."""
         if self._kept:
             torch._foreach_copy_(self._buffers(), self._kept)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The statistics as the window began."""
+        return {"kept_statistics": list(self._kept)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        kept = state.get("kept_statistics", [])
+        self._kept = [t.to(b.device) for t, b in zip(kept, self._buffers(), strict=True)] if kept else []
 
     def _buffers(self) -> list[Tensor]:
         """As they are now: a host that casts a model puts others in their place."""

@@ -61,7 +61,15 @@ IN_RUN_SECONDS = 12.0  # of a compile: a worker takes 3 to 4 s more, and is the 
 
 
 class Beside:
-    """`begin` starts a compile where it is likely to be won back; `poll` follows it; `judge` keeps it if it wins."""
+    """`begin` starts a compile where it is likely to be won back; `poll` follows it; `judge` keeps it if it wins.
+
+    Attributes:
+        learnt: what is known of compiling this work, for later runs.
+        break_even: the update at which the compile has paid for itself, where it won.
+        scope: of what is compiled: whole, regional or features.
+        timings: of the plans that were compared.
+        waits: whether the run waits for the compile; else it goes on beside it.
+    """
 
     def __init__(self, owner: Owner, device: torch.device, compilation: Compilation) -> None:
         self.owner, self.device, self.compilation = owner, device, compilation
@@ -72,7 +80,7 @@ class Beside:
         self._worker: Worker | None = None
         self._worked = 0.0  # seconds, of a worker that is done
         self._budget = 0.0  # seconds
-        self._waits = self._graphs = False
+        self.waits = self._graphs = False
 
     def begin(self, moment: Moment, plan: Plan, step_seconds: float) -> bool:
         """Whether a compile is under way now; the decision says why not. `step_seconds`: of a micro-batch."""
@@ -110,11 +118,11 @@ class Beside:
         self._graphs = self.compilation.may_use_cuda_graphs and all(reached) and memory.room_for_cuda_graphs(device)
         if self._graphs and self._too_short(2 * cost, learnt.fusable, moment, step_seconds):
             self._graphs = False
-        self._waits = not has_spare_core(device)
-        in_run = (self._waits and cost <= IN_RUN_SECONDS and may_limit()) or not memory.room_for_worker(device)
-        self._waits = self._waits or in_run
+        self.waits = not has_spare_core(device)
+        in_run = (self.waits and cost <= IN_RUN_SECONDS and may_limit()) or not memory.room_for_worker(device)
+        self.waits = self.waits or in_run
         seconds_left = moment.left * step_seconds
-        budget = self._budget = planning.budget((1 + self._graphs) * cost, learnt.fusable, seconds_left, self._waits)
+        budget = self._budget = planning.budget((1 + self._graphs) * cost, learnt.fusable, seconds_left, self.waits)
         if in_run:
             self.owner.progress(f"compiling {self.scope}, in the run, for at most {budget:.0f} s")
             self.compilation.decision.now(CompileStage.COMPILING)
@@ -127,7 +135,7 @@ class Beside:
             why = f"the model cannot be handed to a compile worker ({first_line(error)})"
             self.owner.warn(f"compile: {why}; the run goes on eagerly")
             return self.stays_eager(CompileOutcome(CompileResult.IMPOSSIBLE, why))
-        how = "the run waits" if self._waits else "beside the run"
+        how = "the run waits" if self.waits else "beside the run"
         self.owner.progress(f"compiling {self.scope}, {how}, for at most {budget:.0f} s")
         self.compilation.decision.now(CompileStage.COMPILING)
         return True
@@ -137,7 +145,7 @@ class Beside:
         worker = self._worker
         if worker is None:  # in the run
             return WorkerState.READY
-        while (state := worker.poll()) is WorkerState.RUNNING and self._waits:
+        while (state := worker.poll()) is WorkerState.RUNNING and self.waits:
             time.sleep(POLL_SECONDS)
         if state is WorkerState.RUNNING:
             return state
@@ -185,7 +193,7 @@ class Beside:
         if best != plan:
             cost = self._worked + firsts
             self.break_even = planning.break_even(cost, saved, 0.0, moment.update, moment.size)
-            how = "beside the run" if self._worked and not self._waits else "for which the run waited"
+            how = "beside the run" if self._worked and not self.waits else "for which the run waited"
             reasons.append(f"ready after {learnt.cold_seconds:.1f} s {how}")
         if best == plan:
             self.stays_eager(CompileOutcome(CompileResult.LOST, "; ".join(reasons), retryable=False))

@@ -24,6 +24,9 @@ FLOOR = 1e-3  # of the largest gradient: what a parameter's may be off by withou
 class Owner(Protocol):
     """What trials need of the session that owns them."""
 
+    @property
+    def updates(self) -> int: ...
+
     def untouched(self) -> AbstractContextManager[None]: ...
 
     def clear_gradients(self) -> None: ...

@@ -9,10 +9,11 @@ happens in a worker beside the run, which changes over when the code is ready, i
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import median_high
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,14 +22,7 @@ from torch import nn
 from plugins.core import plan as planning
 from plugins.core.beside import Beside, Learnt, Owner
 from plugins.core.compilation import OWNED, Compilation
-from plugins.core.decision import (
-    CompileOutcome,
-    CompileResult,
-    CompileStage,
-    TuningOutcome,
-    TuningResult,
-    TuningStage,
-)
+from plugins.core.decision import CompileOutcome, CompileResult, CompileStage, TuningOutcome, TuningResult, TuningStage
 from plugins.core.layouts import try_layouts
 from plugins.core.lessons import Lessons
 from plugins.core.plan import Plan, Timing
@@ -40,7 +34,6 @@ from plugins.core.trial import Moment, NotFinite
 
 PLAIN_STEPS = 3  # of the run's own, after the first, before anything is tried
 RESUMED = "the plan of the run that is resumed"
-REMEMBERED = "remembered from an earlier run"
 UNFIT_BATCHES = 3  # whose loss is not finite, before trials are given up
 
 
@@ -123,16 +116,14 @@ class Planner:
                 if not self._layout_known:
                     self._try_layouts(moment)
                 self._begin_compile(moment)
+                if not self.beside.waits:  # a worker beside the run is asked from the next window on
+                    return
             if self.state is TuningStage.COMPILING:
                 self._change_over(moment)
-        except NotFinite:
-            self._put_off()
-
-    def _put_off(self) -> None:
-        """Another batch may do; after a few, nothing is tried, and nothing of it is remembered."""
-        self._unfit += 1
-        if self._unfit == UNFIT_BATCHES:
-            self.measure_nothing(f"the loss was not finite on {self._unfit} batches")
+        except NotFinite:  # another batch may do; after a few, nothing is tried, and nothing of it is remembered
+            self._unfit += 1
+            if self._unfit == UNFIT_BATCHES:
+                self.measure_nothing(f"the loss was not finite on {self._unfit} batches")
 
     def due(self, update: int) -> Plan:
         """What is to run at this update by the switches that were given."""
@@ -200,7 +191,7 @@ class Planner:
         if found.plan.compile != "eager":
             saved = learnt.saved_seconds
             self.beside.break_even = planning.break_even(learnt.warm_seconds, saved, 0.0, moment.update, moment.size)
-        self.outcome = TuningOutcome(TuningResult.REMEMBERED, REMEMBERED)
+        self.outcome = TuningOutcome(TuningResult.REMEMBERED, "remembered from an earlier run")
         if learnt.settled or "compile" not in self.open_fields:
             self.state = TuningStage.DONE
         if learnt.reason:
@@ -245,6 +236,17 @@ class Planner:
 
     # -- a run's end and its going on -----------------------------------------------------------------------------
 
+    def state_dict(self) -> dict[str, Any]:
+        """The plan in force, the switches to it, and whether the run has measured."""
+        switches = [switch.as_dict() for switch in self.switches]
+        return {"plan": self.plan.as_dict(), "switches": switches, "measured": self.measured}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The run's counts have been put back before. Earlier releases saved no switches."""
+        switches = [Switch.from_dict(switch) for switch in state.get("switches", [])]
+        plan = Plan.from_dict(state.get("plan", {}))
+        self.resume(plan, self.owner.updates, state.get("measured", True), switches)
+
     def resume(self, plan: Plan, update: int, measured: bool = True, switches: Sequence[Switch] = ()) -> None:
         """A resumed run goes on under the plan that was in force, at its next window. `switches` were made before.
 
@@ -271,8 +273,7 @@ class Planner:
         speed.candidates = [timing.as_dict() for timing in self.timings]
         speed.switches = [{"update": s.update, "plan": s.plan.name} for s in self.switches]
         facts.break_even_update = self.beside.break_even
-        compiling = self.state is TuningStage.COMPILING
-        self.compilation.decision.write(undecided="" if compiling else self._unmeasured())
+        self.compilation.decision.write("" if self.state is TuningStage.COMPILING else self._unmeasured())
 
     def _unmeasured(self) -> str:
         """Why it runs as it does, where no measurement says so."""

@@ -28,7 +28,7 @@ from plugins.core.planfile import Start
 from plugins.core.planner import Planner
 from plugins.core.remember import Memory, default_folder
 from plugins.core.series import Series
-from plugins.core.state import put_back, state_of
+from plugins.core.state import RunState
 from plugins.core.trial import Moment, Trial, buffers_kept
 from plugins.core.update import NonFiniteGradient, Outcome, Update
 from plugins.core.watch import Watch
@@ -284,23 +284,22 @@ class Session:
         finally:
             self.meter.not_waiting()
 
+    @property
+    def run_state(self) -> RunState:
+        """What a resume needs; a host leaves out the fields that its own checkpoint holds."""
+        return RunState(self.config, self.model, self.update, self.window, self.statistics, self.account, self.planner)
+
     def state_dict(self) -> dict[str, Any]:
-        return state_of(self)
+        return self.run_state.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        put_back(self, state)
+        self.run_state.load_state_dict(state)
 
     def warn(self, text: str) -> None:
         self.account.warn(text)
 
     def approximate(self, term: str) -> None:
         self.account.approximate(term)
-
-    def counts(self) -> dict[str, int]:
-        return self.account.counts()
-
-    def set_counts(self, counts: Mapping[str, int]) -> None:
-        self.account.set_counts(counts)
 
     def write_report(self, folder: Path) -> Path:
         """Write the report as it stands now, and the plan beside it."""

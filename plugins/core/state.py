@@ -1,57 +1,154 @@
-"""A session's state: everything that a bit-for-bit resume needs, as values that `weights_only` loading allows."""
+"""The one resumable state of a run: everything that a bit-for-bit resume needs, said once for all hosts.
+
+Parts of a session have `state_dict` and `load_state_dict`; a `RunState` assembles them into one flat dict of plain
+values and tensors, which `weights_only` loading allows. A host whose own checkpoint holds some of its fields leaves
+those out:
+
+    state = session.run_state.without("model", "optimizer", "scaler", "average", "random")
+    torch.save(state.state_dict(), path)
+"""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
-from torch import Tensor
+from torch import Tensor, nn
 
+from plugins.config import AccelConfig
+from plugins.core.account import Account
+from plugins.core.batchnorm import Statistics
 from plugins.core.checkpoint import random_state
-from plugins.core.plan import Plan
-from plugins.core.planfile import Switch
-from plugins.core.update import Resumable
-
-if TYPE_CHECKING:
-    from plugins.core.session import Session
+from plugins.core.planner import Planner
+from plugins.core.update import Resumable, Update
+from plugins.core.window import Window
 
 
-def state_of(session: Session) -> dict[str, Any]:
-    """Live weights, optimizer, scaler, average, the window with its gradients, counts, plan, random state."""
-    update, window = session.update, session.window
-    gradients = {n: p.grad.detach() for n, p in session.model.named_parameters() if p.grad is not None}
-    return {
-        "config": session.config.given(),
-        "model": {n: t.detach() if isinstance(t, Tensor) else t for n, t in session.model.state_dict().items()},
-        "optimizer": update.optimizer.state_dict(),
-        "scaler": update.scaler.state_dict() if update.scaler is not None else {},
-        "average": update.average.state_dict() if isinstance(update.average, Resumable) else {},
-        "window": window.state_dict(),
-        "gradients": {} if window.empty else gradients,
-        "kept_statistics": [] if window.empty else list(session.statistics._kept),
-        "counts": session.counts(),
-        "plan": session.planner.plan.as_dict(),
-        "switches": [switch.as_dict() for switch in session.planner.switches],
-        "measured": session.planner.measured,
-        "random": random_state(),
-    }
+class Part(Protocol):
+    """A part of a run that gives its fields of the state, and takes them back from the whole of it."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
 
-def put_back(session: Session, state: Mapping[str, Any]) -> None:
-    """The opposite of `state_of`, the random state excepted: that is for the last moment before the first batch."""
-    update = session.update
-    session.model.load_state_dict(state["model"])
-    update.optimizer.load_state_dict(state["optimizer"])
-    if update.scaler is not None and state["scaler"]:
-        update.scaler.load_state_dict(state["scaler"])
-    if state["average"] and isinstance(update.average, Resumable):
-        update.average.load_state_dict(state["average"])
-    session.window.load_state_dict(state["window"])
-    parameters = dict(session.model.named_parameters())
-    for name, gradient in state["gradients"].items():
-        parameters[name].grad = gradient.to(parameters[name].device)
-    session.statistics._kept = [t.to(session.device) for t in state["kept_statistics"]]
-    session.set_counts(state["counts"])
-    plan = Plan.from_dict(state.get("plan", {}))
-    switches = [Switch.from_dict(switch) for switch in state.get("switches", [])]
-    session.planner.resume(plan, session.updates, state.get("measured", True), switches)
+class RunState:
+    """The state of one run, field by field.
+
+    Args:
+        config: the settings in force, saved for a person to read.
+        model: the bare module.
+        update: holds optimizer, scaler and average.
+        window: micro-batches of the update that is under way.
+        statistics: BatchNorm's, as that window began.
+        account: counts.
+        planner: the plan in force, the switches so far, and whether the run has measured.
+    """
+
+    def __init__(
+        self,
+        config: AccelConfig,
+        model: nn.Module,
+        update: Update,
+        window: Window,
+        statistics: Statistics,
+        account: Account,
+        planner: Planner,
+    ) -> None:
+        average = update.average if isinstance(update.average, Resumable) else None
+        self._parts: dict[str, Part] = {  # in the order in which they are put back
+            "config": _Settings(config),
+            "model": _Named("model", model),
+            "optimizer": _Named("optimizer", update.optimizer),
+            "scaler": _Named("scaler", update.scaler),
+            "average": _Named("average", average),
+            "window": _Named("window", window),
+            "gradients": _OpenWindow(model, window, statistics),
+            "counts": _Named("counts", account),
+            "plan": planner,
+            "random": _Generators(),
+        }
+
+    def without(self, *fields: str) -> RunState:
+        """The state without fields that a host's own checkpoint holds.
+
+        Args:
+            fields: of `config`, `model`, `optimizer`, `scaler`, `average`, `window`, `gradients` (with the statistics
+                of an open window), `counts`, `plan` (with its switches) and `random`.
+
+        Raises:
+            KeyError: there is no such field.
+        """
+        less = copy.copy(self)
+        less._parts = dict(self._parts)
+        for field in fields:
+            del less._parts[field]
+        return less
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values and tensors; the latter share memory with the run."""
+        return {name: value for part in self._parts.values() for name, value in part.state_dict().items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Put back what `state` holds of these fields; what an earlier release did not save stays as it is.
+
+        The random state is not put back here: that is for the last moment before the first batch is drawn.
+        """
+        for part in self._parts.values():
+            part.load_state_dict(state)
+
+
+class _Named:
+    """A part under a name of its own; nothing where the run has none, or the file was written without."""
+
+    def __init__(self, name: str, part: Any) -> None:
+        self.name, self.part = name, part
+
+    def state_dict(self) -> dict[str, Any]:
+        state = self.part.state_dict() if self.part is not None else {}
+        if isinstance(self.part, nn.Module):
+            state = {name: value.detach() if isinstance(value, Tensor) else value for name, value in state.items()}
+        return {self.name: state}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if self.part is not None and state.get(self.name):
+            self.part.load_state_dict(state[self.name])
+
+
+class _OpenWindow:
+    """What an unfinished window has left on the model: its gradients, and BatchNorm's statistics as it began."""
+
+    def __init__(self, model: nn.Module, window: Window, statistics: Statistics) -> None:
+        self.model, self.window, self.statistics = model, window, statistics
+
+    def state_dict(self) -> dict[str, Any]:
+        if self.window.empty:
+            return {"gradients": {}, "kept_statistics": []}
+        gradients = {n: p.grad.detach() for n, p in self.model.named_parameters() if p.grad is not None}
+        return {"gradients": gradients, **self.statistics.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        parameters = dict(self.model.named_parameters())
+        for name, gradient in state.get("gradients", {}).items():
+            parameters[name].grad = gradient.to(parameters[name].device)
+        self.statistics.load_state_dict(state)
+
+
+class _Settings:
+    def __init__(self, config: AccelConfig) -> None:
+        self.config = config
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"config": self.config.given()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """A resumed run has its own."""
+
+
+class _Generators:
+    def state_dict(self) -> dict[str, Any]:
+        return {"random": random_state()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Put back by the host, at the last moment."""

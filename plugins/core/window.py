@@ -179,7 +179,7 @@ class Window:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.micro_batches, self.samples = int(state["micro_batches"]), int(state["samples"])
-        self.expected = int(state["expected"])
+        self.expected = self.size or int(state["expected"])  # a resumed run may have another size
         self._totals = {g: _Totals(*values) for g, values in state["totals"].items()}
         self._power, self._last = dict(state["power"]), dict(state["last"])
 

@@ -169,7 +169,7 @@ def state_of(host: Host) -> dict[str, Any]:
         "window": copy.deepcopy(held.window.state_dict()),
         "kept": [t.clone() for t in held.statistics._kept],
         "random": (torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()),
-        "counts": held.counts(),
+        "counts": held.account.state_dict(),
         "training": [m.training for m in host.model.modules()],
     }
 

@@ -28,7 +28,7 @@ from torch._inductor.exc import CppCompileError, InductorError
 from plugins.core import beside, compilation, precompile
 from plugins.core import plan as planning
 from plugins.core.capture import Call, Captured, Like, kinds, made
-from plugins.core.decision import CompileOutcome, CompileResult
+from plugins.core.decision import CompileOutcome, CompileResult, CompileStage
 from plugins.core.plan import Plan
 from plugins.core.planfile import PLAN_NAME
 from plugins.core.precompile import Worker
@@ -152,6 +152,41 @@ def test_ready_code_is_changed_over_to(host: Host, monkeypatch: pytest.MonkeyPat
     assert facts.graphs >= 1
     assert host.said == []
     assert all(m._compiled_call_impl is None for m in host.model.modules())
+
+
+def test_a_run_goes_through_the_stages_of_its_compile(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in(monkeypatch, READY)
+    stages: list[CompileStage] = []
+
+    def each(update: int) -> None:
+        worker = host.open.planner.beside._worker
+        if worker is not None:
+            worker.process.wait(timeout=300)
+        stages.append(host.open.compilation.decision.stage)
+        if update == 7:
+            host.open.compilation.stay_eager(CompileOutcome(CompileResult.OVER_BUDGET, "too many", retryable=False))
+
+    planner = run(host, each=each)
+    waiting, running, eager = CompileStage.WAITING, CompileStage.RUNNING, CompileStage.EAGER
+    assert stages == [waiting] * 5 + [CompileStage.COMPILING] + [running] * 2 + [eager] * 2
+    assert host.open.compilation.decision.outcome.outcome is CompileResult.OVER_BUDGET
+    assert planner.beside.learnt.settled
+
+
+def test_what_the_report_says_decides_nothing(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in(monkeypatch, READY)
+
+    def each(update: int) -> None:
+        worker = host.open.planner.beside._worker
+        if worker is not None:
+            worker.process.wait(timeout=300)
+        facts = host.open.report.compile
+        facts.decision, facts.reason = "eager", "its worker failed: a module named Errno was killed"
+
+    planner = run(host, each=each)
+    assert planner.plan == COMPILED
+    assert host.open.report.compile.decision == "regional"
+    assert host.open.report.compile.reason.startswith("0.5 s a step, eager 1 s")
 
 
 def test_code_that_does_not_win_is_not_run(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:

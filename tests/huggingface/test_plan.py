@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
+from integrations.huggingface.checkpoints import STATE
 from plugins.core import beside, contest, memory, precompile
 from plugins.core import plan as planning
 from plugins.core import trial as trial_module
@@ -229,6 +231,19 @@ def test_a_second_run_starts_with_the_plan_and_is_the_run_by_hand(case: Case, me
 def test_a_run_resumed_after_the_switch_equals_the_straight_one(case: Case, measured: Run, tmp_path: Path) -> None:
     options = {**case.options, "plan": "auto", "cache_dir": tmp_path / "other"}
     again = run(case.head, tmp_path / "again", options, resume=measured.folder / "checkpoint-5")
+    assert again.speed["candidates"] == []
+    assert again.switches == measured.switches
+    equal(again, measured, since=5)
+
+
+def test_a_checkpoint_of_0_1_resumes_after_the_switch_as_it_did(case: Case, measured: Run, tmp_path: Path) -> None:
+    """It held counts and plan beside the weights, and no switches."""
+    old = shutil.copytree(measured.folder / "checkpoint-5", tmp_path / "checkpoint-5")
+    state = torch.load(old / STATE, weights_only=True)
+    held = ("raw", "average_updates", "counts", "plan", "measured")
+    torch.save({name: state[name] for name in held}, old / STATE)
+    options = {**case.options, "plan": "auto", "cache_dir": tmp_path / "other"}
+    again = run(case.head, tmp_path / "again", options, resume=old)
     assert again.speed["candidates"] == []
     assert again.switches == [(5, case.wins.name)]
     equal(again, measured, since=5)
