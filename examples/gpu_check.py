@@ -1,19 +1,22 @@
-"""What this project promises, measured on a CUDA machine in a few minutes; prints one table.
+"""What this project promises, measured on one device in a few minutes; prints one table.
 
-    python examples/gpu_check.py            # on a machine without CUDA it says so, and ends well
+    python examples/gpu_check.py                          # CUDA; without it says so, and ends well
+    python examples/gpu_check.py --device cpu --small     # the same code where no GPU is, in seconds
+    python examples/gpu_check.py --device mirror --small  # tests/mirror.py: a second device without hardware
 
-Rows: accumulation through CUDA graphs, from the start and from a plan, keeps gradients; a skipped step under the
-gradient scaler; memory of the first step and of the steady ones; how fast blocks compile, cold, beside a run and warm;
-what plan a run chooses, and whether CUDA graphs were among the candidates.
+Rows: seconds and peak memory of each plan, beside what is usually claimed of it; whether accumulation through CUDA
+graphs keeps gradients; a skipped step under the gradient scaler; a resume; what plan a run chooses by itself. What a
+device cannot do is a row `not here: reason`.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -24,215 +27,257 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-from benchmarks.workloads import Blocks  # noqa: E402
-from plugins import AccelConfig  # noqa: E402
+from benchmarks.plain_loop import SMALL, Loop, Sizes  # noqa: E402
+from plugins.core import devices, precision  # noqa: E402
 from plugins.core.plan import Plan  # noqa: E402
 from plugins.core.planfile import Switch, write_switches  # noqa: E402
-from plugins.core.session import Session  # noqa: E402
+from plugins.core.toolchain import missing_compiler  # noqa: E402
+from plugins.loop import Accelerated  # noqa: E402
 
-Row = tuple[str, str, str]  # what, measured, wanted
-DEVICE = torch.device("cuda")
-WIDTH = 128
-
-
-class Loop:
-    """A plain loop on the GPU: blocks of `depth` micro-batches an update, with a session or without."""
-
-    host_precision = "fp32"
-
-    def __init__(self, precision: str = "fp32", **options: Any) -> None:
-        torch.manual_seed(0)
-        self.model = Blocks().to(DEVICE)
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3)
-        self.scaler = torch.amp.GradScaler("cuda", init_scale=1024.0) if precision == "fp16" else None
-        self.precision, self.options = precision, options
-        self.x = torch.empty(0)
-
-    def loss(self) -> Tensor:
-        kinds = {"bf16": torch.bfloat16, "fp16": torch.float16}
-        inside = torch.autocast(DEVICE.type, dtype=kinds[self.precision]) if self.precision in kinds else nullcontext()
-        with inside:
-            value: Tensor = self.model(self.x).float().square().mean()
-            return value
-
-    def apply(self, precision: str, memory_format: str) -> None:
-        self.precision = precision if precision != "host" else self.precision
-
-    def bare(self) -> Any:
-        return nullcontext()
-
-    def session(self, folder: Path, size: int = 1) -> Session:
-        options = {"plan": "off", "compile": "off", "cache_dir": folder / "cache", **self.options}
-        made = Session(AccelConfig(precision=self.precision, **options), "check", say=lambda text: None)
-        made.start_plan(DEVICE)
-        made.model_ready(self.model, self.optimizer, device=DEVICE, micro_batch=32, size=size, scaler=self.scaler)
-        return made
-
-    def micro_batch(self, held: Session, x: Tensor, left: int) -> Any:
-        self.x, first = x, held.window.empty
-        held.micro_batch(len(x))
-        if first:
-            held.plan_window(self, left, x.shape)
-        loss = self.loss() * held.mean(len(x))
-        (self.scaler.scale(loss) if self.scaler is not None else loss).backward()
-        outcome = held.backward_done()
-        held.idle()
-        return outcome
+Row = tuple[str, str, str]  # what, measured, wanted or usually claimed
+COMPILED = {"compile": "on", "compile_scope": "regional"}
+GRAPHS = {"compile": "on", "compile_mode": "reduce-overhead", "compile_scope": "whole"}
+PLANS: dict[str, tuple[str, dict[str, Any], str]] = {  # precision, options, what is usually claimed
+    "eager, fp32": ("fp32", {}, ""),
+    "eager, fp16": ("fp16", {}, ""),
+    "eager, bf16": ("bf16", {}, ""),
+    "compiled blocks, bf16": ("bf16", COMPILED, "15 to 30 % faster"),
+    "compiled whole, bf16": ("bf16", {"compile": "on", "compile_scope": "whole"}, "15 to 30 % faster"),
+    "CUDA graphs, bf16": ("bf16", GRAPHS, "5 to 10 % more memory"),
+}
 
 
-def batches(count: int, rows: int = 32) -> list[Tensor]:
-    draw = torch.Generator(device=DEVICE).manual_seed(0)
-    return [torch.randn(rows, 256, WIDTH, device=DEVICE, generator=draw) for _ in range(count)]
+class NotHere(Exception):
+    """What this device cannot do, and why, in a few words."""
 
 
-def cuda_graphs_keep_gradients(folder: Path) -> list[Row]:
-    """Four micro-batches through CUDA graphs against eager ones: weights after four updates.
+class Check:
+    """The checks of one device, each a function of a folder that gives rows."""
 
-    Once as the user's own mode, and once as a plan that is switched on after the first update and off after the third.
-    """
-    file = write_switches(folder, Plan(), [Switch(1, Plan(compile="regional", cuda_graphs=True)), Switch(3, Plan())])
-    ways: dict[str, dict[str, Any]] = {
-        "eager": {},
-        "the user's own": {"compile": "on", "compile_mode": "reduce-overhead", "compile_scope": "whole"},
-        "from a plan": {"compile": "auto", "plan": file},
-    }
-    found: dict[str, Tensor] = {}
-    rows = []
-    for name, options in ways.items():
+    def __init__(self, device: torch.device, sizes: Sizes) -> None:
+        self.device, self.sizes = device, sizes
+
+    def batches(self, count: int) -> list[Tensor]:
+        draw = torch.Generator().manual_seed(0)
+        shape = self.sizes.rows, self.sizes.length, self.sizes.width
+        return [torch.randn(shape, generator=draw).to(self.device) for _ in range(count)]
+
+    def needs(self, precision_name: str, options: dict[str, Any]) -> None:
+        """Raises NotHere where the device has not what these settings need."""
+        try:
+            precision.resolve(precision_name, self.device)
+        except precision.Unsupported as error:
+            raise NotHere(str(error).partition(";")[0]) from None
+        if options.get("compile_mode") == "reduce-overhead" and not devices.has_cuda_graphs(self.device):
+            raise NotHere(f"{self.device.type} has no CUDA graphs")
+        if options.get("compile", "off") != "off":
+            if why := missing_compiler(self.device, "inductor"):
+                raise NotHere(why)
+            if not self.sizes.compiles:
+                raise NotHere("--small compiles nothing")
+
+    # -- rows ---------------------------------------------------------------------------------------------------
+
+    def plans(self, folder: Path) -> list[Row]:
+        """Seconds and peak memory of an update under each plan; the ratios are to eager in the same precision."""
+        rows: list[Row] = []
+        eager: dict[str, tuple[float, float]] = {}
+        for name, (kind, options, claim) in PLANS.items():
+            try:
+                self.needs(kind, options)
+            except NotHere as reason:
+                rows.append((name, f"not here: {reason}", claim))
+                continue
+            seconds, gib = self.timed(kind, options, folder / name)
+            base = eager.setdefault(kind, (seconds, gib))
+            figures = f"{seconds * 1e3:.2f} ms an update, peak {gib:.2f} GiB"
+            if options:
+                more = f", {gib / base[1] - 1:+.0%} memory" if base[1] else ""
+                figures += f": {base[0] / seconds - 1:+.0%} speed{more}"
+            rows.append((name, figures, claim and f"usual claim: {claim}"))
+        return rows
+
+    def timed(self, kind: str, options: dict[str, Any], folder: Path) -> tuple[float, float]:
+        """Seconds of an update and the steady peak in GiB, after a quarter of the updates to warm up."""
         torch._dynamo.reset()
-        loop = Loop(**options)
-        held = loop.session(folder, size=4)
-        for x in batches(16):
-            loop.micro_batch(held, x, 1)
-        found[name] = torch.cat([p.detach().flatten() for p in loop.model.parameters()])
-        ran = ", then ".join(switch.plan.name for switch in held.planner.switches) or name
-        held.end()
-        if name != "eager":
-            off = float((found[name] - found["eager"]).norm() / found["eager"].norm())
-            rows.append((f"CUDA graphs ({ran}), 4 micro-batches: weights off eager", f"{off:.1e}", "<= 1e-4"))
-    return rows
-
-
-def scaler_skips(folder: Path) -> Row:
-    """An inf in a batch: the update is skipped, weights stay, the scale is halved, the next update is made."""
-    loop = Loop("fp16")
-    held = loop.session(folder)
-    x = batches(1)[0]
-    loop.micro_batch(held, x, 1)
-    before = [p.detach().clone() for p in loop.model.parameters()]
-    skipped = loop.micro_batch(held, torch.full_like(x, float("inf")), 1)
-    kept = all(torch.equal(p, q) for p, q in zip(loop.model.parameters(), before, strict=True))
-    scale = loop.scaler.get_scale() if loop.scaler is not None else 0.0
-    after = loop.micro_batch(held, x, 1)
-    held.end()
-    words = f"skipped {not skipped.stepped}, weights kept {kept}, scale {scale:.0f}, then stepped {after.stepped}"
-    return "fp16 with an inf in a batch", words, "skipped, kept, 512, stepped"
-
-
-def memory(folder: Path) -> list[Row]:
-    """Peaks of eager steps and of CUDA graphs."""
-    rows, eager = [], 0.0
-    for name, options in (
-        ("eager", {}),
-        ("compiled", {"compile": "on"}),
-        ("CUDA graphs", {"compile": "on", "compile_mode": "reduce-overhead", "compile_scope": "whole"}),
-    ):
-        torch.cuda.empty_cache()
-        loop = Loop("bf16", **options)
-        held = loop.session(folder)
-        for x in batches(12):
-            loop.micro_batch(held, x, 1)
-        held.end(folder / name)
-        facts = json.loads((folder / name / "accel_report.json").read_text())["memory"]
-        first, steady = facts["first_step_peak_gib"], facts["steady_peak_gib"]
-        eager = eager or steady
-        rows.append(
-            (f"memory, {name}", f"first {first:.2f}, steady {steady:.2f} GiB", f"{steady / eager:.2f} of eager")
-        )
-        torch._dynamo.reset()
-    return rows
-
-
-def step_seconds() -> float:
-    """Of an eager update."""
-    loop, data = Loop("host"), batches(1)[0]
-    loop.x, began = data, 0.0
-    for index in range(60):
-        if index == 10:
-            finish()
-            began = time.perf_counter()
-        loop.loss().backward()
-        loop.optimizer.step()
-        loop.optimizer.zero_grad()
-    finish()
-    return (time.perf_counter() - began) / 50
-
-
-def finish() -> None:
-    if DEVICE.type == "cuda":
-        torch.cuda.synchronize()
-
-
-def plan(folder: Path, seconds_wanted: float = 80.0) -> list[Row]:
-    """A run of about so long with everything left open, twice: the second starts with what the first learnt."""
-    rows, eager = [], 0.0
-    updates = int(seconds_wanted / step_seconds())
-    for name in ("host", "first", "again"):
-        torch._dynamo.reset()
-        options = {} if name == "host" else {"plan": "auto", "compile": "auto"}
-        loop = Loop("host" if name == "host" else "auto", **options)
-        held, data = loop.session(folder), batches(4)
-        finish()
+        devices.empty_cache(self.device)
+        loop, updates = Loop(self.device, self.sizes, kind, **options), self.sizes.updates
+        held, data = loop.session(folder), self.batches(4)
         began = time.perf_counter()
-        for update in range(updates):
-            loop.micro_batch(held, data[update % 4], updates - update)
-        finish()
-        seconds = time.perf_counter() - began
+        for update in range(-(updates // 4), updates):
+            if update == 0:
+                devices.synchronize(self.device)
+                began = time.perf_counter()
+            loop.micro_batch(held, data[update % 4], 1)
+        devices.synchronize(self.device)
+        seconds = (time.perf_counter() - began) / updates
+        held.end(folder)
+        facts = json.loads((folder / "accel_report.json").read_text())["memory"]
+        return seconds, float(facts["steady_peak_gib"] or 0.0)
+
+    def cuda_graphs_keep_gradients(self, folder: Path) -> list[Row]:
+        """Four micro-batches through CUDA graphs against eager ones: weights after four updates.
+
+        Once as the user's own mode, and once as a plan that is switched on after the first update and off after the
+        third. Gradients are allocated before capture and kept.
+        """
+        self.needs("host", GRAPHS)
+        file = write_switches(
+            folder, Plan(), [Switch(1, Plan(compile="regional", cuda_graphs=True)), Switch(3, Plan())]
+        )
+        ways: dict[str, dict[str, Any]] = {
+            "eager": {},
+            "the user's own": GRAPHS,
+            "from a plan": {"compile": "auto", "plan": file},
+        }
+        found: dict[str, Tensor] = {}
+        rows = []
+        for name, options in ways.items():
+            torch._dynamo.reset()
+            loop = Loop(self.device, self.sizes, "host", **options)  # as the plan's file says
+            held = loop.session(folder, size=4)
+            for x in self.batches(16):
+                loop.micro_batch(held, x, 1)
+            found[name] = torch.cat([p.detach().flatten() for p in loop.model.parameters()])
+            ran = ", then ".join(switch.plan.name for switch in held.planner.switches) or name
+            held.end()
+            if name != "eager":
+                off = float((found[name] - found["eager"]).norm() / found["eager"].norm())
+                rows.append((f"CUDA graphs ({ran}), 4 micro-batches: weights off eager", f"{off:.1e}", "<= 1e-4"))
+        return rows
+
+    def fp16_skips(self, folder: Path) -> list[Row]:
+        """An inf in a batch: the update is skipped, weights stay, the scale is halved, the next update is made."""
+        self.needs("fp16", {})
+        loop = Loop(self.device, self.sizes, "fp16")
+        held = loop.session(folder)
+        x = self.batches(1)[0]
+        loop.micro_batch(held, x, 1)
+        before = [p.detach().clone() for p in loop.model.parameters()]
+        skipped = loop.micro_batch(held, torch.full_like(x, float("inf")), 1)
+        kept = all(torch.equal(p, q) for p, q in zip(loop.model.parameters(), before, strict=True))
+        scale = loop.scaler.get_scale() if loop.scaler is not None else 0.0
+        after = loop.micro_batch(held, x, 1)
         held.end()
-        learnt, steps = held.planner.beside.learnt, f"{seconds:.1f} s"
-        if name == "host":
-            eager = seconds
-            rows.append((f"{updates} updates, plug eager, fp32", steps, ""))
-            continue
-        at = [switch.update for switch in held.planner.switches]
-        rows.append((f"{updates} updates, {name}: {held.planner.plan.name}", f"{steps}, {seconds / eager:.2f}", "< 1"))
-        rows.append((f"  switched at {at}", f"cold {learnt.cold_seconds:.1f} s, warm {learnt.warm_seconds:.1f} s", ""))
-        rows.append(("  compile", learnt.reason, ""))
-        timings = held.planner.timings
-        if timings:
-            figures = [f"{t.plan.name} {t.middle * 1e3:.2f} (spread {t.spread * 1e3:.2f})" for t in timings]
-            rows.append(("  candidates, ms a step", "; ".join(figures), ""))
-            tried = any(t.plan.cuda_graphs for t in timings)
-            rows.append(("  CUDA graphs", "a candidate" if tried else "no candidate", "a candidate"))
+        words = f"skipped {not skipped.stepped}, weights kept {kept}, scale {scale:.0f}, then stepped {after.stepped}"
+        return [("fp16 with an inf in a batch", words, "skipped True, kept True, 512, stepped True")]
+
+    def resume(self, folder: Path) -> list[Row]:
+        """Six micro-batches in windows of two, straight and with a save inside the second window."""
+        data = self.batches(6)
+
+        def accelerated() -> Accelerated:
+            loop = Loop(self.device, self.sizes)
+            adam = torch.optim.AdamW(loop.model.parameters())
+            options: dict[str, Any] = {"plan": "off", "compile": "off", "cache_dir": folder / "cache"}
+            return Accelerated(loop.model, adam, accumulate=2, ema=0.9, say=lambda text: None, **options)
+
+        def feed(accel: Accelerated, part: Sequence[Tensor]) -> Accelerated:
+            for x in part:
+                with accel.forward(x) as images:
+                    loss = accel.model(images).float().square().mean()
+                accel.backward(loss, weight=len(x))
+            return accel
+
+        straight = feed(accelerated(), data).weights()
+        feed(accelerated(), data[:3]).save(folder / "half.pt")
+        rest = accelerated()
+        rest.resume(folder / "half.pt")
+        ended = feed(rest, data[3:]).weights()
+        off = max(float((ended[n] - straight[n]).abs().max()) for n in straight)
+        return [("resume inside a window: averaged weights off the straight run", f"{off:.1e}", "0.0e+00")]
+
+    def chosen_plan(self, folder: Path) -> list[Row]:
+        """A run of so long with everything left open, twice: the second starts with what the first learnt."""
+        rows, eager = [], 0.0
+        step, _ = self.timed("fp32", {}, folder / "step")
+        updates = max(int(self.sizes.seconds / step), 10)
+        wanted = {"plan": "auto", "compile": "auto" if self.sizes.compiles else "off"}
+        for name in ("host", "first", "again"):
+            torch._dynamo.reset()
+            loop = Loop(
+                self.device, self.sizes, "host" if name == "host" else "auto", **({} if name == "host" else wanted)
+            )
+            held, data = loop.session(folder), self.batches(4)
+            devices.synchronize(self.device)
+            began = time.perf_counter()
+            for update in range(updates):
+                loop.micro_batch(held, data[update % 4], updates - update)
+            devices.synchronize(self.device)
+            seconds = time.perf_counter() - began
+            held.end()
+            steps = f"{seconds:.1f} s"
+            if name == "host":
+                eager = seconds
+                rows.append((f"{updates} updates, plug eager, fp32", steps, ""))
+                continue
+            learnt, timings = held.planner.beside.learnt, held.planner.timings
+            at = [switch.update for switch in held.planner.switches]
+            ratio = f"{steps}, {seconds / eager:.2f}"
+            rows.append((f"{updates} updates, {name}: {held.planner.plan.name}", ratio, "< 1"))
+            rows.append(
+                (f"  switched at {at}", f"cold {learnt.cold_seconds:.1f} s, warm {learnt.warm_seconds:.1f} s", "")
+            )
+            rows.append(("  compile", learnt.reason or wanted["compile"], ""))
+            if timings:
+                figures = [f"{t.plan.name} {t.middle * 1e3:.2f} (spread {t.spread * 1e3:.2f})" for t in timings]
+                rows.append(("  candidates, ms a step", "; ".join(figures), ""))
+                tried = any(t.plan.cuda_graphs for t in timings)
+                rows.append(("  CUDA graphs", "a candidate" if tried else "no candidate", "a candidate"))
+        return rows
+
+
+def attempt(check: Callable[[Path], list[Row]], folder: Path) -> list[Row]:
+    """A check's rows; one that fails is a row as well, and so is one that this device cannot run."""
+    name = check.__name__.replace("_", " ")
+    try:
+        return check(folder)
+    except NotHere as reason:
+        return [(name, f"not here: {reason}", "")]
+    except Exception as error:
+        return [(name, f"failed: {type(error).__name__}: {[*str(error).splitlines(), ''][0][:100]}", "")]
+
+
+def run(device: torch.device, sizes: Sizes) -> list[Row]:
+    """All rows, each printed as it is found."""
+    made, rows = Check(device, sizes), []
+    with tempfile.TemporaryDirectory() as name:
+        checks = (made.fp16_skips, made.resume, made.cuda_graphs_keep_gradients, made.plans, made.chosen_plan)
+        for check in checks:
+            folder = Path(name) / check.__name__
+            folder.mkdir()
+            for row in attempt(check, folder):
+                rows.append(row)
+                print(" | ".join(row), flush=True)
     return rows
 
 
-def attempt(check: Callable[[Path], Any], folder: Path) -> list[Row]:
-    """A check's rows; one that fails is a row as well."""
-    try:
-        found = check(folder)
-    except Exception as error:
-        return [(check.__name__.replace("_", " "), f"{type(error).__name__}: {str(error).splitlines()[0][:100]}", "")]
-    return found if isinstance(found, list) else [found]
+def main(arguments: Sequence[str] = ()) -> int:
+    """Prints the table; 1 where a check failed."""
+    parser = argparse.ArgumentParser(description="What this project promises, measured on one device.")
+    parser.add_argument("--device", default="cuda", help="cuda (ROCm too), xpu, mps, cpu, or mirror")
+    parser.add_argument("--small", action="store_true", help="seconds instead of minutes, and nothing compiled")
+    chosen = parser.parse_args(arguments)
+    inside: Any = nullcontext()
+    if chosen.device == "mirror":
+        from tests import mirror
 
-
-def main() -> int:
-    if not torch.cuda.is_available():
-        print("gpu_check: no CUDA device here; nothing to check")
+        inside = mirror.Mode()
+    if chosen.device not in ("cpu", devices.accelerator()):
+        print(f"gpu_check: no {chosen.device.upper()} device here; nothing to check")
         return 0
     from rich.console import Console
     from rich.table import Table
 
-    table = Table("what", "measured", "wanted", title=f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        for check in (scaler_skips, cuda_graphs_keep_gradients, memory, plan):
-            for row in attempt(check, folder):
-                table.add_row(*row)
-                print(" | ".join(row), flush=True)
+    with inside:
+        device = devices.CPU if chosen.device == "cpu" else devices.own()
+        rows = run(device, SMALL if chosen.small else Sizes())
+        table = Table("what", "measured", "wanted", title=f"{devices.name(device)}, torch {torch.__version__}")
+    for row in rows:
+        table.add_row(*row)
     Console().print(table)
-    return 0
+    return int(any(measured.startswith("failed: ") for _, measured, _ in rows))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))
