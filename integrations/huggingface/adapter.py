@@ -36,11 +36,11 @@ class Adapter:
         trainer: the host's; kept weakly, so the callback does not keep it alive.
         new_session: gives a fresh session for a run.
         tools: what the plug hands in from the core: `config`, `average(model)` -> EMA or None, `reestimate`,
-            `seed`, `plan(values)`.
+            `seed`, `plan(values)`, `switch(values)`.
     """
 
     def __init__(self, trainer: Any, callback: Any, new_session: Callable[[], Any], tools: Any) -> None:
-        self._late = caller_local("_inner_training_loop", "train_dataloader") is not None
+        self._late = caller_local(trainer, "_inner_training_loop", "train_dataloader") is not None
         self._late_loader: Any = None
         self._trainer = weakref.ref(trainer)
         self._callback = weakref.ref(callback)
@@ -48,7 +48,7 @@ class Adapter:
         self.session: Any = None
         self.average: Any = None
         self.config = tools.config
-        self.entry, self.run = Held(trainer), Held(trainer)
+        self.entry, self.run = Held(trainer, self._copied), Held(trainer)
         self.starting = Starting(trainer, self.config, tools.seed, self._say, self.end)
         self.on_model: list[Held] = []  # others on its config and its wrapper
         self.losses = Losses(trainer, self.config.normalise == "exact", self._approximate)
@@ -107,6 +107,13 @@ class Adapter:
         patches.method("compute_loss_context_manager", self._compute_loss_context)
         patches.value("loss_is_scaled_for_ga", windows.host_scaled)
 
+    def _copied(self, trainer: Any) -> None:
+        """A deep copy of the trainer is bare; its copy of the callback takes hold of it."""
+        ours = self._callback()
+        for callback in trainer.callback_handler.callbacks:
+            if type(callback) is type(ours) and callback is not ours:
+                callback.attach(trainer)
+
     def detach(self) -> None:
         """Take everything off the trainer."""
         self.end(report=False)
@@ -148,9 +155,9 @@ class Adapter:
         if args.device.type == "cuda" and self.config.compile != "off":
             self._zero_as(session)
         self._facts()
-        resumed = caller_local("_inner_training_loop", "resume_from_checkpoint")
+        resumed = caller_local(trainer, "_inner_training_loop", "resume_from_checkpoint")
         if resumed:
-            saving.resume(Path(resumed), self.tools.plan)
+            saving.resume(Path(resumed), self.tools.plan, self.tools.switch)
 
     def _zero_as(self, session: Any) -> None:
         """The host drops gradients after every step; while CUDA graphs run they are zeroed in place instead."""

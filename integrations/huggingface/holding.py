@@ -37,22 +37,25 @@ def adding_trainer() -> Any:
     return None
 
 
-def caller_local(function: str, name: str) -> Any:
-    """The local variable `name` of the nearest caller called `function`, or None."""
+def caller_local(owner: Any, function: str, name: str) -> Any:
+    """The local variable `name` of the nearest caller that is `owner.function`, or None."""
     frame = sys._getframe(1)
     while frame is not None:
-        if frame.f_code.co_name == function and name in frame.f_locals:
+        if frame.f_code.co_name == function and frame.f_locals.get("self") is owner and name in frame.f_locals:
             return frame.f_locals[name]
         frame = frame.f_back  # type: ignore[assignment]
     return None
 
 
 class Held:
-    """Patches on one object: methods that get the original, bound, as their first argument, and plain values."""
+    """Patches on one object: methods that get the original, bound, as their first argument, and plain values.
 
-    def __init__(self, target: Any) -> None:
+    `copied` is told of every deep copy of the object, which is as the object was before.
+    """
+
+    def __init__(self, target: Any, copied: Callable[[Any], None] | None = None) -> None:
         self.target = target
-        self._patches = Patches()
+        self._patches = Patches(copied)
 
     def method(self, name: str, replacement: Callable[..., Any]) -> None:
         """Replace `target.name(*args)` by `replacement(original, *args)`."""

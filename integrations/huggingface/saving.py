@@ -75,12 +75,13 @@ class Saving:
                 "average_updates": average.updates if average is not None else 0,
                 "counts": self.session.counts(),
                 "plan": self.session.planner.plan.as_dict(),
+                "switches": [switch.as_dict() for switch in self.session.planner.switches],
                 "measured": self.session.planner.state == "done",
             },
             folder / checkpoints.STATE,
         )
 
-    def resume(self, checkpoint: Path, plan: Callable[[dict[str, str]], Any]) -> None:
+    def resume(self, checkpoint: Path, plan: Callable[[Any], Any], switch: Callable[[Any], Any]) -> None:
         """The host has loaded what it saved; put back what it left out."""
         path = checkpoint / checkpoints.STATE
         if not path.is_file():
@@ -89,7 +90,8 @@ class Saving:
             return
         state = torch.load(path, map_location="cpu", weights_only=True)
         self.session.set_counts(state["counts"])
-        self.session.planner.resume(plan(state["plan"]), self.session.updates, state["measured"])
+        switches = [switch(values) for values in state.get("switches", [])]
+        self.session.planner.resume(plan(state["plan"]), self.session.updates, state["measured"], switches)
         if not state["raw"]:
             return
         if self.average is not None:
