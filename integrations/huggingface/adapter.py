@@ -18,11 +18,12 @@ from typing import Any
 import torch
 
 from integrations.huggingface import arguments, evaluation
-from integrations.huggingface.holding import Held, caller_local
+from integrations.huggingface.holding import Held, caller_local, of_host
 from integrations.huggingface.layout import Layout
 from integrations.huggingface.lengths import length_key
 from integrations.huggingface.loaders import Loaders
 from integrations.huggingface.losses import Losses
+from integrations.huggingface.padding import covers_unequal_padding
 from integrations.huggingface.saving import Saving
 from integrations.huggingface.starting import Starting
 from integrations.huggingface.windows import Windows
@@ -111,7 +112,7 @@ class Adapter:
         """A deep copy of the trainer is bare; its copy of the callback takes hold of it."""
         ours = self._callback()
         for callback in trainer.callback_handler.callbacks:
-            if type(callback) is type(ours) and callback is not ours:
+            if ours is not None and type(callback) is type(ours) and callback is not ours:
                 callback.attach(trainer)
 
     def detach(self) -> None:
@@ -204,6 +205,8 @@ class Adapter:
         """The end of a run, also on an exception: undo, and write the report. Safe to call twice."""
         session, self.session = self.session, None
         trainer = self.trainer
+        if session is not None:
+            session.report.shapes.buckets = list(self.loaders.edges)
         self.run.undo()
         self.starting.arguments.undo()
         if session is None:
@@ -225,11 +228,12 @@ class Adapter:
         self.end()
 
     def _run_epoch(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self._late_loader is None and self._late and "train_dataloader" in kwargs:
+        late = self._late and self._late_loader is None and "train_dataloader" in kwargs
+        if late and of_host(self.trainer.get_train_dataloader):  # a user's own is not asked a second time
             # The callback came after the host had built its loader; with buckets an epoch has as many steps.
             self._late_loader = self.trainer.get_train_dataloader()
             self._facts()
-        if self._late_loader is not None and self.loaders.edges:
+        if self._late_loader is not None and self.loaders.builds:
             kwargs["train_dataloader"] = self._late_loader
         self.loaders.set_epoch(kwargs.get("epoch", 0))
         try:
@@ -249,6 +253,8 @@ class Adapter:
     def _get_num_items_in_batch(self, original: Callable[..., Any], batches: list[Any], device: torch.device) -> Any:
         if self._evaluating or self.session is None:
             return self.losses.evaluation_count(original, batches, device)
+        if covers_unequal_padding(self.trainer.model, batches):
+            self._approximate("question answering: its softmax covers padding, which differs between micro-batches")
         return self.windows.count(original, batches, device)
 
     def _compute_loss(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

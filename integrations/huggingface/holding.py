@@ -47,6 +47,15 @@ def caller_local(owner: Any, function: str, name: str) -> Any:
     return None
 
 
+def of_host(method: Any) -> bool:
+    """Whether a Trainer's method, looked at beneath our patches, is the host's own: no subclass's, no user's."""
+    from transformers import Trainer
+
+    while getattr(method, "ours", False):
+        method = method.__wrapped__
+    return getattr(method, "__func__", None) is getattr(Trainer, method.__name__, None)
+
+
 class Held:
     """Patches on one object: methods that get the original, bound, as their first argument, and plain values.
 
@@ -65,6 +74,7 @@ class Held:
             return replacement(original, *args, **kwargs)
 
         patched.__wrapped__ = original  # type: ignore[attr-defined]  # the host inspects signatures
+        patched.__dict__["ours"] = True
         patched.__name__ = name
         self._patches.put(self.target, name, patched)
 
