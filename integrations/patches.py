@@ -1,50 +1,133 @@
-"""Patches on instances, listed as they are put on and undone in reverse."""
+"""Patches on instances, listed as they are put on and undone in reverse. A copy or pickle of an owner has none."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 _ABSENT = object()
 
 
 class Patches:
-    """`put` sets an attribute of one object and remembers what it held; `undo` puts everything back."""
+    """`put` sets an attribute of one object and remembers what it held; `undo` puts everything back.
 
-    def __init__(self) -> None:
-        self._put: list[tuple[Any, str, Any]] = []
+    Args:
+        copied: told of every deep copy of an owner, which is as the owner was before.
+    """
+
+    def __init__(self, copied: Callable[[Any], None] | None = None) -> None:
+        self._put: list[_Patch] = []
+        self._copied = copied
 
     def put(self, owner: Any, name: str, value: Any) -> Any:
         """Set `owner.name`; returns what it was (a bound method where the class provides it)."""
         before = getattr(owner, name)
-        self._put.append((owner, name, vars(owner).get(name, _ABSENT)))
+        patch = _Patch(owner, name, vars(owner).get(name, _ABSENT), value, self._copied)
+        self._put.append(patch)
         setattr(owner, name, value)
+        if not isinstance(owner, type):
+            _Copies.of(owner).add(patch)
         return before
 
     def undo(self) -> None:
         while self._put:
-            _restore(*self._put.pop())
+            patch = self._put.pop()
+            patch.restore()
+            if not isinstance(patch.owner, type):
+                _Copies.of(patch.owner).remove(patch)
 
     @contextmanager
     def lifted(self, owner: Any) -> Iterator[None]:
-        """Inside, `owner` is without its patches (to be copied, or pickled)."""
-        ours = [(name, before, vars(owner)[name]) for o, name, before in self._put if o is owner]
-        for name, before, _ in reversed(ours):
-            _restore(owner, name, before)
-        try:
+        """Inside, `owner` is without its patches, and without what was set over them."""
+        with _Copies.of(owner).lifted(covered=True):
             yield
-        finally:
-            for name, _, value in ours:
-                setattr(owner, name, value)
 
     def names(self) -> list[str]:
         """What is patched now: `Class.attribute`."""
-        return [f"{getattr(owner, '__name__', type(owner).__name__)}.{name}" for owner, name, _ in self._put]
+        return [f"{getattr(p.owner, '__name__', type(p.owner).__name__)}.{p.name}" for p in self._put]
 
 
-def _restore(owner: Any, name: str, before: Any) -> None:
-    if before is not _ABSENT:
-        setattr(owner, name, before)
-    elif name in vars(owner):
-        delattr(owner, name)
+@dataclass(eq=False)
+class _Patch:
+    owner: Any
+    name: str
+    before: Any
+    value: Any
+    copied: Callable[[Any], None] | None
+
+    def restore(self) -> None:
+        if self.before is not _ABSENT:
+            setattr(self.owner, self.name, self.before)
+        elif self.name in vars(self.owner):
+            delattr(self.owner, self.name)
+
+
+class _Copies:
+    """Makes the copies and pickles of one owner, which are without the patches on it, whoever put them there.
+
+    `copy` and `pickle` ask the instance for `__deepcopy__` and `__reduce_ex__` before they ask its class.
+    """
+
+    def __init__(self, owner: Any) -> None:
+        self.owner, self.patches = owner, list[_Patch]()
+        self.hooks = {"__deepcopy__": self._deepcopy, "__reduce_ex__": self._reduce}
+
+    @classmethod
+    def of(cls, owner: Any) -> _Copies:
+        found = getattr(vars(owner).get("__reduce_ex__"), "__self__", None)
+        return found if isinstance(found, cls) else cls(owner)
+
+    def add(self, patch: _Patch) -> None:
+        self.patches.append(patch)
+        vars(self.owner).update(self.hooks)
+
+    def remove(self, patch: _Patch) -> None:
+        self.patches.remove(patch)
+        if not self.patches:
+            self._unhook()
+
+    @contextmanager
+    def lifted(self, covered: bool = False) -> Iterator[None]:
+        """Inside, the owner is bare; what the host or a user has set over a patch stays, unless `covered`."""
+        own, last = vars(self.owner), {patch.name: patch for patch in self.patches}
+        now = {name: own[name] for name in last if name in own}
+        ours = [p for p in self.patches if p.name in now and (covered or now[p.name] is last[p.name].value)]
+        for patch in reversed(ours):
+            patch.restore()
+        self._unhook()
+        try:
+            yield
+        finally:
+            for patch in ours:
+                setattr(self.owner, patch.name, now[patch.name])
+            if self.patches:
+                own.update(self.hooks)
+
+    def _unhook(self) -> None:
+        for name in self.hooks:
+            vars(self.owner).pop(name, None)
+
+    def _deepcopy(self, memo: dict[int, Any]) -> Any:
+        with self.lifted():
+            made = copy.deepcopy(self.owner, memo)
+        for told in dict.fromkeys(patch.copied for patch in self.patches):
+            if told is not None:
+                told(made)
+        return made
+
+    def _reduce(self, protocol: Any) -> Any:
+        with self.lifted():
+            found = self.owner.__reduce_ex__(protocol)
+            if isinstance(found, str) or len(found) < 3:
+                return found
+            function, arguments, state, *rest = found
+            return function, arguments, self._kept(state), *rest
+
+    def _kept(self, state: Any) -> Any:
+        """The state as it is now: it may be the owner's own dictionary, into which the patches come back."""
+        if isinstance(state, tuple):  # with slots beside it
+            return tuple(self._kept(part) for part in state)
+        return dict(state) if state is vars(self.owner) else state

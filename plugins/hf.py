@@ -51,7 +51,7 @@ class AccelCallback(TrainerCallback):
         # `trainer.add_callback(AccelCallback)` builds the callback below the trainer's own frame
         trainer = adding_trainer()
         if trainer is not None:
-            self._attach(trainer)
+            self.attach(trainer)
 
     @property
     def report(self) -> dict[str, Any]:
@@ -66,14 +66,18 @@ class AccelCallback(TrainerCallback):
             self.adapter.detach()
             self.adapter = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy, or a pickle, has the settings and no trainer yet."""
+        return {**vars(self), "adapter": None, "session": None}
+
     # -- events of the host ------------------------------------------------------------------------------------
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._attach(find_trainer())
+        self.attach(find_trainer())
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         # added as an instance after the trainer was built: no event came before this one
-        self._attach(find_trainer())
+        self.attach(find_trainer())
         assert self.adapter is not None
         try:
             self.adapter.begin()
@@ -102,7 +106,12 @@ class AccelCallback(TrainerCallback):
 
     # -- parts -------------------------------------------------------------------------------------------------
 
-    def _attach(self, trainer: Any) -> None:
+    def attach(self, trainer: Any) -> None:
+        """Take hold of a trainer, and let go of an earlier one.
+
+        Raises:
+            AccelError: its arguments contradict the settings, or `trainer` is None.
+        """
         if trainer is None:
             raise AccelError("AccelCallback: no Trainer found; pass it in Trainer(callbacks=[AccelCallback])")
         if self.adapter is not None and self.adapter.trainer is trainer:

@@ -2,8 +2,13 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import io
+import pickle
+from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from integrations.patches import Patches
 
@@ -80,3 +85,67 @@ def test_names_of_what_is_patched() -> None:
     assert patches.names() == ["Host.step", "Host.limit"]
     patches.undo()
     assert Host.limit == 3
+
+
+def test_copies_and_pickles_are_without_patches_and_the_owner_keeps_them() -> None:
+    host, run, entry = Host(), Patches(), Patches()
+    entry.put(host, "step", lambda: "entry")
+    run.put(host, "step", lambda: "run")
+    run.put(host, "path", "other")
+    for made in (copy.deepcopy(host), copy.copy(host), pickle.loads(pickle.dumps(host)), pickled_in_python(host)):
+        assert vars(made) == {"path": "last.pt"}
+        assert made.step() == "host"
+        made.path = "its own"
+    assert (host.step(), host.path) == ("run", "other")
+    run.undo()
+    assert vars(copy.deepcopy(host)) == {"path": "last.pt"}
+    assert host.step() == "entry"
+    entry.undo()
+    assert vars(host) == {"path": "last.pt"}
+
+
+def pickled_in_python(thing: Any) -> Any:
+    file = io.BytesIO()
+    pickle._Pickler(file, 2).dump(thing)
+    return pickle.loads(file.getvalue())
+
+
+def test_a_copy_keeps_what_was_set_over_a_patch_and_its_own_way_of_copying() -> None:
+    class Cycle(Host):
+        def __deepcopy__(self, memo: dict[int, Any]) -> Cycle:
+            made = memo[id(self)] = Cycle()
+            vars(made).update(copy.deepcopy(vars(self), memo))
+            made.copies = getattr(self, "copies", 0) + 1
+            return made
+
+    host, told, patches = Cycle(), [], Patches(lambda made: told.append(made))
+    host.me = host  # type: ignore[attr-defined]
+    patches.put(host, "path", "other")
+    patches.put(host, "step", lambda: "ours")
+    host.path = "the user's"
+    made = copy.deepcopy([host])[0]
+    assert (made.path, made.step(), made.copies, made.me is made) == ("the user's", "host", 1, True)
+    assert told == [made]
+    patches.undo()
+    assert host.path == "last.pt"
+
+
+def test_a_module_is_copied_and_saved_as_the_bare_one_with_slots_too() -> None:
+    class Slotted:
+        __slots__ = ("__dict__", "size")
+
+        def run(self) -> str:
+            return "host"
+
+    model, slotted, patches = nn.Linear(2, 2), Slotted(), Patches()
+    slotted.size = 5
+    for owner, name in ((model, "forward"), (slotted, "run")):
+        patches.put(owner, name, lambda *_: "ours")
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    for made in (copy.deepcopy(model), torch.load(file, weights_only=False)):
+        assert not {"forward", "__deepcopy__", "__reduce_ex__"} & set(vars(made))
+        assert torch.equal(made.weight, model.weight)
+        assert made.weight is not model.weight
+    assert (copy.deepcopy(slotted).run(), copy.copy(slotted).size, slotted.run()) == ("host", 5, "ours")

@@ -19,11 +19,12 @@ from typing import Any
 import torch
 
 from integrations.huggingface import arguments, evaluation, versions
-from integrations.huggingface.holding import Held, caller_local
+from integrations.huggingface.holding import Held, caller_local, of_host
 from integrations.huggingface.layout import Layout
 from integrations.huggingface.lengths import length_key
 from integrations.huggingface.loaders import Loaders
 from integrations.huggingface.losses import Losses
+from integrations.huggingface.padding import covers_unequal_padding
 from integrations.huggingface.saving import Saving
 from integrations.huggingface.starting import Starting
 from integrations.huggingface.windows import Windows
@@ -41,7 +42,7 @@ class Adapter:
     """
 
     def __init__(self, trainer: Any, callback: Any, new_session: Callable[[], Any], tools: Any) -> None:
-        self._late = caller_local("_inner_training_loop", "train_dataloader") is not None
+        self._late = caller_local(trainer, "_inner_training_loop", "train_dataloader") is not None
         self._late_loader: Any = None
         self._trainer = weakref.ref(trainer)
         self._callback = weakref.ref(callback)
@@ -49,7 +50,7 @@ class Adapter:
         self.session: Any = None
         self.average: Any = None
         self.config = tools.config
-        self.entry, self.run = Held(trainer), Held(trainer)
+        self.entry, self.run = Held(trainer, self._copied), Held(trainer)
         self._on_accelerator = Held(trainer.accelerator)
         self.starting = Starting(trainer, self.config, tools.seed, self._say, self.end)
         self.on_model: list[Held] = []  # others on its config and its wrapper
@@ -111,6 +112,13 @@ class Adapter:
             patches.method("_run_epoch", self._run_epoch)
         patches.method("compute_loss_context_manager", self._compute_loss_context)
 
+    def _copied(self, trainer: Any) -> None:
+        """A deep copy of the trainer is bare; its copy of the callback takes hold of it."""
+        ours = self._callback()
+        for callback in trainer.callback_handler.callbacks:
+            if ours is not None and type(callback) is type(ours) and callback is not ours:
+                callback.attach(trainer)
+
     def detach(self) -> None:
         """Take everything off the trainer."""
         self.end(report=False)
@@ -152,7 +160,7 @@ class Adapter:
         if args.device.type != "cpu" and self.config.compile != "off":
             self._zero_as(session)
         self._facts()
-        resumed = caller_local("_inner_training_loop", "resume_from_checkpoint")
+        resumed = caller_local(trainer, "_inner_training_loop", "resume_from_checkpoint")
         if resumed:
             saving.resume(Path(resumed))
 
@@ -201,6 +209,8 @@ class Adapter:
         """The end of a run, also on an exception: undo, and write the report. Safe to call twice."""
         session, self.session = self.session, None
         trainer = self.trainer
+        if session is not None:
+            session.report.shapes.buckets = list(self.loaders.edges)
         self.run.undo()
         self._on_accelerator.undo()
         self.starting.arguments.undo()
@@ -225,14 +235,15 @@ class Adapter:
     def epoch_begins(self) -> None:
         """on_epoch_begin, before the first batch is drawn, of a host whose loop has no method an epoch."""
         if not versions.RUN_EPOCH.here:
-            self.loaders.set_epoch(versions.epoch_at_hand())
+            self.loaders.set_epoch(versions.epoch_at_hand(self.trainer))
 
     def _run_epoch(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self._late_loader is None and self._late and "train_dataloader" in kwargs:
+        late = self._late and self._late_loader is None and "train_dataloader" in kwargs
+        if late and of_host(self.trainer.get_train_dataloader):  # a user's own is not asked a second time
             # The callback came after the host had built its loader; with buckets an epoch has as many steps.
             self._late_loader = self.trainer.get_train_dataloader()
             self._facts()
-        if self._late_loader is not None and self.loaders.edges:
+        if self._late_loader is not None and self.loaders.builds:
             kwargs["train_dataloader"] = self._late_loader
         self.loaders.set_epoch(kwargs.get("epoch", 0))
         try:
@@ -252,6 +263,8 @@ class Adapter:
     def _get_num_items_in_batch(self, original: Callable[..., Any], batches: list[Any], device: torch.device) -> Any:
         if self._evaluating or self.session is None:
             return self.losses.evaluation_count(original, batches, device)
+        if covers_unequal_padding(self.trainer.model, batches):
+            self._approximate("question answering: its softmax covers padding, which differs between micro-batches")
         return self.windows.count(original, batches, device)
 
     def _compute_loss(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

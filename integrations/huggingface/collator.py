@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import logging
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from itertools import chain, islice
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +14,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from integrations.huggingface.edges import fitted
 from integrations.huggingface.lengths import RENAMED, Form, is_label, length_of
+from integrations.huggingface.padding import ANSWERS
 from integrations.huggingface.sampler import Placed
 
 IGNORED = -100
@@ -26,9 +28,6 @@ FILL = {
     "global_attention_mask": 0,
 }
 """Inputs [B, L] that go along the length by their meaning, and what they hold beyond it."""
-
-ANSWERS = ("start_positions", "end_positions")
-"""Positions in the input; the host's heads ignore one that lies behind the input's end."""
 
 
 class Marked(NamedTuple):
@@ -82,7 +81,8 @@ class BucketCollator:
 
     Padded are the inputs that are known to go along the length, integer labels that do so in the samples, and
     labels with a varying length of their own to the label edge, with the decoder's inputs of that length. A batch
-    with any tensor of which this is not known stays as it came.
+    with any tensor of which this is not known stays as it came, and so does one that the collator padded to another
+    length than its longest sample's: that is a rule of its own, a fixed length or a multiple.
     """
 
     def __init__(
@@ -117,13 +117,13 @@ class BucketCollator:
         if not isinstance(inputs, torch.Tensor) or inputs.dim() != 2 or inputs.shape[0] != samples:
             return batch
         length = inputs.shape[1]
-        if length < longest:
-            return batch  # the collator cuts, at a length that it knows and nobody else does
-        edge = max(edge or self._edge(length), length)
+        if length != longest or not self.edges:
+            return batch
+        edge = edge if edge >= length else self._edge(length)
         if edge > max(self.edges[-1], self.room):
             edge = length  # a sample beyond all that was seen, and perhaps beyond the model's positions
         widths = {
-            name: self._width(name, batch, edge, label_edge, length == longest)
+            name: self._width(name, batch, edge, label_edge)
             for name, value in batch.items()
             if isinstance(value, torch.Tensor) and (value.dim() > 1 or name in ANSWERS)
         }
@@ -152,7 +152,7 @@ class BucketCollator:
     def _edge(self, length: int) -> int:
         return next((edge for edge in self.edges if edge >= length), fitted(length, self.room))
 
-    def _width(self, name: str, batch: Any, edge: int, label_edge: int, plain: bool) -> int | None:
+    def _width(self, name: str, batch: Any, edge: int, label_edge: int) -> int | None:
         """What dim 1 of a tensor is padded to; 0 where it stays, None where nobody knows."""
         value, inputs = batch[name], batch[self.key]
         form = self.forms.get(RENAMED.get(name, name))
@@ -167,15 +167,13 @@ class BucketCollator:
             if value.is_floating_point() or value.dim() != 2:
                 return None
             if form is Form.OWN:
-                # a collator that appends labels to the input gives both one length, longer than the samples
-                own = max(label_edge or fitted(value.shape[1], self.room), value.shape[1])
-                return own if plain or not along else None
+                return max(label_edge or fitted(value.shape[1], self.room), value.shape[1])
             made = form is None and (self.copies or (along and bool(((value == IGNORED) | (value == inputs)).all())))
             return edge if along and (form is Form.ALONG or made) else None
         labels = batch.get("labels")
         if isinstance(labels, torch.Tensor) and labels.dim() == 2 and labels.shape[1] in value.shape[1:]:
             follows = name.startswith("decoder_") and labels.shape == value.shape
-            return self._width("labels", batch, edge, label_edge, plain) if follows else None
+            return self._width("labels", batch, edge, label_edge) if follows else None
         return 0 if form is None and inputs.shape[1] not in value.shape[1:] else None
 
     def _fill(self, name: str) -> int:
@@ -207,17 +205,40 @@ class BucketedStream(IterableDataset[Any]):
     A bucket is handed out as soon as it holds one step, so at most `len(edges) * (batch_size * ranks - 1)`
     samples wait at any time. What is left at the end is dealt from the shortest bucket to the longest one.
 
+    The dataset is iterated as often as without buckets. What `choose` looks at is handed on.
+
     Args:
         dataset: any iterable of samples with `length_of(sample)` tokens.
         group: samples of a step over all ranks (batch_size * ranks).
+        choose: finds `edges` from up to `first` samples, once; no edges: the samples come as they are.
+        most: samples that a run can use; more are not taken, since they would be lost.
     """
 
-    def __init__(self, dataset: Any, edges: Sequence[int], group: int, length_of: Callable[[Any], int]) -> None:
+    def __init__(
+        self,
+        dataset: Any,
+        edges: Sequence[int],
+        group: int,
+        length_of: Callable[[Any], int],
+        *,
+        choose: Callable[[list[Any]], Sequence[int]] | None = None,
+        first: int = 512,
+        most: int = sys.maxsize,
+    ) -> None:
         self.dataset, self.edges, self.group, self.length_of = dataset, sorted(edges), group, length_of
+        self.choose, self.first, self.most = choose, first, most
 
     def __iter__(self) -> Iterator[Any]:
+        source = iter(self.dataset)
+        if self.choose is not None:
+            seen = list(islice(source, min(self.first, self.most)))
+            self.edges, self.choose = sorted(self.choose(seen)), None
+            source = chain(seen, source)
+        yield from self._dealt(islice(source, self.most)) if self.edges else source
+
+    def _dealt(self, samples: Iterable[Any]) -> Iterator[Marked]:
         waiting: dict[int, list[Any]] = {edge: [] for edge in self.edges}
-        for sample in self.dataset:
+        for sample in samples:
             length = self.length_of(sample)
             edge = next((edge for edge in self.edges if edge >= length), None) or self._overflow(length)
             bucket = waiting.setdefault(edge, [])

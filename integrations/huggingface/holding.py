@@ -37,22 +37,34 @@ def adding_trainer() -> Any:
     return None
 
 
-def caller_local(function: str, name: str) -> Any:
-    """The local variable `name` of the nearest caller called `function`, or None."""
+def caller_local(owner: Any, function: str, name: str) -> Any:
+    """The local variable `name` of the nearest caller that is `owner.function`, or None."""
     frame = sys._getframe(1)
     while frame is not None:
-        if frame.f_code.co_name == function and name in frame.f_locals:
+        if frame.f_code.co_name == function and frame.f_locals.get("self") is owner and name in frame.f_locals:
             return frame.f_locals[name]
         frame = frame.f_back  # type: ignore[assignment]
     return None
 
 
-class Held:
-    """Patches on one object: methods that get the original, bound, as their first argument, and plain values."""
+def of_host(method: Any) -> bool:
+    """Whether a Trainer's method, looked at beneath our patches, is the host's own: no subclass's, no user's."""
+    from transformers import Trainer
 
-    def __init__(self, target: Any) -> None:
+    while getattr(method, "ours", False):
+        method = method.__wrapped__
+    return getattr(method, "__func__", None) is getattr(Trainer, method.__name__, None)
+
+
+class Held:
+    """Patches on one object: methods that get the original, bound, as their first argument, and plain values.
+
+    `copied` is told of every deep copy of the object, which is as the object was before.
+    """
+
+    def __init__(self, target: Any, copied: Callable[[Any], None] | None = None) -> None:
         self.target = target
-        self._patches = Patches()
+        self._patches = Patches(copied)
 
     def method(self, name: str, replacement: Callable[..., Any]) -> None:
         """Replace `target.name(*args)` by `replacement(original, *args)`."""
@@ -62,6 +74,7 @@ class Held:
             return replacement(original, *args, **kwargs)
 
         patched.__wrapped__ = original  # type: ignore[attr-defined]  # the host inspects signatures
+        patched.__dict__["ours"] = True
         patched.__name__ = name
         self._patches.put(self.target, name, patched)
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
 import random
 import sys
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from enum import Enum
-from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -48,6 +46,8 @@ class Survey(NamedTuple):
     lengths: list[int]
     label_lengths: list[int] | None
     forms: dict[str, Form]
+    against: str = ""
+    """Why batches must stay as the user's collator makes them, where they must."""
 
 
 class Unread(Exception):
@@ -66,16 +66,24 @@ def length_of(sample: Any, key: str) -> int | None:
     return shape[0] if shape is not None and len(shape) == 1 else None
 
 
+def own_labels(found: Survey, label_names: Collection[str] = ()) -> list[str]:
+    """Labels with a length of their own."""
+    return [name for name, form in found.forms.items() if form is Form.OWN and is_label(name, label_names)]
+
+
 def is_label(name: str, label_names: Collection[str]) -> bool:
     return name in label_names or ("label" in name and not name.endswith("mask"))
 
 
-def survey(samples: Iterable[Any], key: str, label_names: Collection[str] = ()) -> Survey | None:
+def survey(
+    samples: Iterable[Any], key: str, label_names: Collection[str] = (), budget: float | None = None
+) -> Survey | None:
     """Read samples; None where one has no length.
 
     Raises:
-        Unread: a sample cannot be read, or reading takes more than BUDGET seconds.
+        Unread: a sample cannot be read, or reading takes more than `budget` seconds (BUDGET).
     """
+    budget = BUDGET if budget is None else budget
     lengths: list[int] = []
     seen: dict[str, set[tuple[int, tuple[int, ...]]]] = {}
     labels: dict[str, list[int]] = {}
@@ -94,8 +102,8 @@ def survey(samples: Iterable[Any], key: str, label_names: Collection[str] = ()) 
                     seen.setdefault(name, set()).add((length, shape))
                     if len(shape) == 1 and is_label(name, label_names):
                         labels.setdefault(name, []).append(shape[0])
-                if time.monotonic() - started > BUDGET:
-                    raise Unread(f"{len(lengths)} samples took {BUDGET:g} s to read, so their lengths stay unknown")
+                if time.monotonic() - started > budget:
+                    raise Unread(f"{len(lengths)} samples took {budget:g} s to read, so their lengths stay unknown")
     except Unread:
         raise
     except Exception as error:  # the user's code; the host meets it where it draws this sample
@@ -126,11 +134,6 @@ def survey_dataset(dataset: Any, key: str, label_names: Collection[str] = ()) ->
                 if labels is not None and labels[::step] == found.label_lengths:
                     return found._replace(lengths=lengths, label_lengths=labels)
     return survey((dataset[index] for index in range(number)), key, label_names)
-
-
-def survey_stream(dataset: Iterable[Any], key: str, label_names: Collection[str] = ()) -> Survey | None:
-    """The first samples of an iterable dataset."""
-    return survey(islice(iter(dataset), 2 * SEEN), key, label_names)
 
 
 def form_of(seen: Iterable[tuple[int, tuple[int, ...]]]) -> Form:
@@ -169,21 +172,12 @@ def room(model: Any, tokenizer: Any) -> int:
     return min([*found, getattr(tokenizer, "model_max_length", None) or sys.maxsize])
 
 
-def takes_mask(model: Any) -> bool | None:
-    """Whether `forward` names an attention mask; None where it may be among its other keywords."""
-    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
-    parameters = inspect.signature(inner.forward).parameters
-    if "attention_mask" in parameters:
-        return True
-    return None if any(p.kind is p.VAR_KEYWORD for p in parameters.values()) else False
-
-
 @contextmanager
 def _random_kept() -> Iterator[None]:
     """Looking at samples leaves no trace: a data set may draw random numbers for each (augmentation)."""
     python, numbers = random.getstate(), np.random.get_state()
     try:
-        with torch.random.fork_rng():
+        with torch.random.fork_rng(devices=[]):  # a forked process has no other device
             yield
     finally:
         random.setstate(python)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -13,18 +13,17 @@ from torch.utils.data import DataLoader, IterableDataset
 from integrations.huggingface import versions
 from integrations.huggingface.collator import BucketCollator, BucketedStream, PlacedDataset
 from integrations.huggingface.edges import expected_tokens, find_edges, padded_tokens, with_overflow
+from integrations.huggingface.forked import in_a_copy
 from integrations.huggingface.lengths import (
+    Form,
     Survey,
-    Unread,
     is_hf_dataset,
     length_key,
-    length_of,
     room,
-    survey_dataset,
-    survey_stream,
-    takes_mask,
 )
-from integrations.huggingface.sampler import BucketBatchSampler
+from integrations.huggingface.padding import covers_padding, look_at, takes_mask, unknown
+from integrations.huggingface.sampler import BucketBatchSampler, loader_options
+from integrations.huggingface.streams import PATIENCE, FirstSamples, can_be_read_anew, tokens, usable
 
 WORTH = 0.95
 """buckets=auto: only where they leave at most this part of the tokens that shuffled batches would cost."""
@@ -42,13 +41,23 @@ class Loaders:
 
     def __init__(self, trainer: Any, buckets: str | Sequence[int], limit: int, say: Callable[[str], None]) -> None:
         self.trainer, self.buckets, self.limit, self.say = trainer, buckets, min(limit, 8), say
-        self.edges: list[int] = []
+        self._edges: list[int] = []
         self.padding: tuple[int, int] | None = None  # padded tokens that hold nothing, and all tokens, of an epoch
-        self._surveys: dict[
-            tuple[int, int], tuple[Any, Survey | None, str]
-        ] = {}  # the dataset is kept, so its id stays its own
+        # the dataset and the collator are kept, so their ids stay their own
+        self._surveys: dict[tuple[int, ...], tuple[Any, Survey | None, str]] = {}
         self._evaluations: WeakKeyDictionary[Any, Callable[[], Any]] = WeakKeyDictionary()
         self._sampler: BucketBatchSampler | None = None
+        self._stream: BucketedStream | None = None
+
+    @property
+    def edges(self) -> list[int]:
+        """Of the training batches, in tokens; a stream's are known once it is read."""
+        return self._edges or (self._stream.edges if self._stream is not None else [])
+
+    @property
+    def builds(self) -> bool:
+        """Whether the latest training loader has, or may find, buckets."""
+        return bool(self._edges) or self._stream is not None
 
     def get_dataloader(
         self,
@@ -63,12 +72,14 @@ class Loaders:
         """The trainer's `_get_dataloader`."""
         leave = partial(original, dataset, description, batch_size, sampler_fn, is_training, dataloader_key)
         args = self.trainer.args
+        if is_training:
+            self._edges, self._sampler, self._stream = [], None, None
         if self.buckets == "off" or dataset is None or self._user_samples(is_training):
             return leave()
         if args.world_size > 1 and args.accelerator_config.split_batches:
             return leave()  # a batch is then cut over ranks by the host
         if isinstance(dataset, IterableDataset):
-            return self._stream(leave, dataset, description, batch_size) if is_training else leave()
+            return self._streamed(leave, dataset, description, batch_size) if is_training else leave()
         if is_training:
             grouped = self._grouped(dataset, description, batch_size, is_training=True)
             return leave() if grouped is None else grouped
@@ -96,19 +107,17 @@ class Loaders:
     def _grouped(self, dataset: Any, description: str, batch_size: int, is_training: bool) -> Any:
         """A loader of one bucket a batch; None where that is not possible, or not worth it."""
         key = length_key(self.trainer.processing_class, self.trainer.model)
-        found = self._survey(survey_dataset, dataset, key, together=not is_training or self.trainer.is_in_train)
+        parts = partial(self._host_parts, dataset, description)
+        look = partial(look_at, dataset, parts, key, self._label_names(), batch_size)
+        found = self._survey(look, dataset, together=not is_training or self.trainer.is_in_train)
         if found is None:
             return None
         group = batch_size * self.trainer.args.world_size
-        edges = self._edges(found.lengths, group, is_training)
-        if edges is None or not self._may_pad():
+        edges = self._edges_for(found.lengths, group, is_training)
+        if edges is None or not self._may_pad(found.against, found.forms):
             return None
         sampler = self._sampler_for(found, edges, batch_size, is_training)
-        collate: Any = self.trainer.data_collator
-        if is_hf_dataset(dataset):
-            dataset = self.trainer._remove_unused_columns(dataset, description=description)
-        else:
-            collate = self.trainer._get_collator_with_removed_columns(collate, description=description)
+        dataset, collate = self._host_parts(dataset, description)
         placed = PlacedDataset(dataset)
         if not is_training:
             placed.order = sampler.order
@@ -116,12 +125,12 @@ class Loaders:
             DataLoader(
                 placed,
                 batch_sampler=sampler,
-                collate_fn=self._collator(collate, edges, key, found),
-                **self._options(is_training),
+                collate_fn=self._collator(collate, edges, key, found.forms),
+                **loader_options(self.trainer.args, is_training),
             )
         )
         if is_training:
-            self._sampler, self.edges = sampler, edges
+            self._sampler, self._edges = sampler, edges
             padded = padded_tokens(found.lengths, edges, group)
             self.padding = (padded - sum(found.lengths), padded)
             _no_second_sharding(loader)
@@ -147,7 +156,7 @@ class Loaders:
             self.say(f"buckets={self.buckets}: {what} orders the samples; leave one of the two out. Buckets are off")
         return own or bool(chosen)
 
-    def _edges(self, lengths: list[int], group: int, is_training: bool) -> list[int] | None:
+    def _edges_for(self, lengths: list[int], group: int, is_training: bool) -> list[int] | None:
         longest = max(lengths)
         if self.buckets != "auto":
             given = [int(edge) for edge in self.buckets]
@@ -169,31 +178,49 @@ class Loaders:
         args = self.trainer.args
         return bool(args.eval_do_concat_batches) and not args.batch_eval_metrics and not args.dataloader_drop_last
 
-    def _may_pad(self) -> bool:
-        """Padding that a model reads changes its result."""
-        if takes_mask(self.trainer.model) is False:
-            self._leave(f"{type(self.trainer.model).__name__} takes no attention_mask")
-            return False
-        return True
+    def _may_pad(self, why: str = "", names: Collection[str] = ()) -> bool:
+        """Padding that a model or its loss reads changes its result; a user's own choice of length stays."""
+        model = self.trainer.model
+        if takes_mask(model) is False:
+            why = f"{type(model).__name__} takes no attention_mask"
+        elif covers_padding(model, names):
+            why = f"the loss of {type(model).__name__} covers padded positions"
+        elif not why and self.buckets == "auto" and (own := unknown(self.trainer)):
+            why = f"{own}, and may read padding"
+        if why:
+            self._leave(why)
+        return not why
 
     def _leave(self, why: str) -> None:
         self.say(f"buckets={self.buckets}: {why}; batches stay as the host makes them")
 
-    def _survey(self, read: Callable[..., Survey | None], dataset: Any, key: str, together: bool) -> Survey | None:
+    def _survey(self, look: Callable[[], Survey | None], dataset: Any, together: bool) -> Survey | None:
         """What is known of a dataset; `together` where all ranks ask at once, and so can agree."""
-        place = (id(dataset), getattr(dataset, "__len__", int)())  # a dataset may grow between two runs
+        collator = self.trainer.data_collator
+        place = (id(dataset), len(dataset), id(collator))  # a dataset may grow between two runs
         if place not in self._surveys:
+            found, why = None, ""
             try:
-                self._surveys[place] = (dataset, read(dataset, key, self._label_names()), "")
-            except Unread as reason:
-                self._surveys[place] = (dataset, None, str(reason))
+                found = in_a_copy(look, PATIENCE)
+            except Exception as reason:
+                why = str(reason)
+            self._surveys[place] = ((dataset, collator), found, why)
         _, found, why = self._surveys[place]
         if together and self.trainer.args.world_size > 1:
             # one rank that read too slowly must not deal its samples in another way than the rest
             why = next(filter(None, gather_object([why])), "")
+            against = next(filter(None, gather_object([found.against if found is not None else ""])), "")
+            found = found._replace(against=against) if found is not None else None
         if why:
             self._leave(why)
         return None if why else found
+
+    def _host_parts(self, dataset: Any, description: str) -> tuple[Any, Any]:
+        """The dataset and the collator that the host would give its loader."""
+        trainer = self.trainer
+        if is_hf_dataset(dataset):
+            return trainer._remove_unused_columns(dataset, description=description), trainer.data_collator
+        return dataset, trainer._get_collator_with_removed_columns(trainer.data_collator, description=description)
 
     def _label_names(self) -> list[str]:
         return list(getattr(self.trainer, "label_names", None) or [])
@@ -221,7 +248,7 @@ class Loaders:
     def _room(self) -> int:
         return room(self.trainer.model, self._tokenizer())
 
-    def _collator(self, collate: Any, edges: list[int], key: str, found: Survey) -> BucketCollator:
+    def _collator(self, collate: Any, edges: list[int], key: str, forms: Mapping[str, Form]) -> BucketCollator:
         tokenizer = self._tokenizer()
         pad = getattr(tokenizer, "pad_token_id", None)
         if pad is None:
@@ -229,7 +256,7 @@ class Loaders:
         return BucketCollator(
             collate,
             edges,
-            forms=found.forms,
+            forms=forms,
             label_names=self._label_names(),
             # a list of ids is a user's choice that cannot be padded with one id
             pad_token_id=pad if isinstance(pad, int) else 0,
@@ -240,43 +267,22 @@ class Loaders:
             room=self._room(),
         )
 
-    def _stream(self, leave: Callable[[], Any], dataset: Any, description: str, batch_size: int) -> Any:
-        if _once(dataset):
-            return leave()  # a stream that can be read only once must not be looked into
-        key = length_key(self.trainer.processing_class, self.trainer.model)
-        found = self._survey(survey_stream, dataset, key, together=self.trainer.is_in_train)
-        if found is None:
+    def _streamed(self, leave: Callable[[], Any], dataset: Any, description: str, batch_size: int) -> Any:
+        """Buckets over an iterable, which is read as the host reads it; `auto` only where it can be read anew."""
+        args, auto = self.trainer.args, self.buckets == "auto"
+        if auto and (not can_be_read_anew(dataset) or args.dataloader_num_workers > 1):
             return leave()
-        group = batch_size * self.trainer.args.world_size
-        if isinstance(self.buckets, str):
-            edges = find_edges(found.lengths, group, self.limit, self._room()) if len(set(found.lengths)) > 1 else []
-        else:
-            edges = [int(edge) for edge in self.buckets]
-        if not edges or not self._may_pad():
+        if not self._may_pad():
             return leave()
-        self.edges = self.edges or edges
-        stream = BucketedStream(dataset, edges, group, lambda sample: length_of(sample, key) or 0)
-        collate = self.trainer._get_collator_with_removed_columns(self.trainer.data_collator, description=description)
-        options = {k: v for k, v in self._options(False).items() if k != "worker_init_fn"}
-        collator = self._collator(collate, edges, key, found)
-        return self._prepare(DataLoader(stream, batch_size=batch_size, collate_fn=collator, **options))
-
-    def _options(self, is_training: bool) -> dict[str, Any]:
-        args = self.trainer.args
-        options = {
-            "num_workers": args.dataloader_num_workers,
-            "pin_memory": args.dataloader_pin_memory,
-            "persistent_workers": args.dataloader_persistent_workers,
-            "prefetch_factor": args.dataloader_prefetch_factor,
-            "multiprocessing_context": getattr(args, "dataloader_multiprocessing_context", None),
-            "in_order": getattr(args, "dataloader_in_order", True),
-        }
-        if is_training:
-            from transformers.trainer_utils import seed_worker
-
-            workers = args.dataloader_num_workers
-            options["worker_init_fn"] = partial(seed_worker, num_workers=workers, rank=args.process_index)
-        return options
+        group, key = batch_size * args.world_size, length_key(self.trainer.processing_class, self.trainer.model)
+        _, collate = self._host_parts(dataset, description)
+        collator = self._collator(collate, [], key, {})
+        choose = FirstSamples(collator, self.buckets, self.limit, group, batch_size, self._room())
+        length = partial(tokens, key)
+        self._stream = BucketedStream(dataset, [], group, length, choose=choose, most=usable(args, group))
+        return self._prepare(
+            DataLoader(self._stream, batch_size=batch_size, collate_fn=collator, **loader_options(args, False))
+        )
 
     def _prepare(self, loader: DataLoader[Any]) -> Any:
         return self.trainer.accelerator.prepare(loader)
@@ -288,8 +294,3 @@ def _no_second_sharding(loader: Any) -> None:
     if shard is not None and hasattr(shard, "num_processes"):
         shard.num_processes, shard.process_index = 1, 0
         shard.batch_size = None  # or it would fill a short batch up with samples that were seen
-
-
-def _once(dataset: Any) -> bool:
-    """True for an iterator, which gives its samples only once."""
-    return iter(dataset) is dataset or hasattr(dataset, "__next__")

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import Sampler
@@ -136,3 +137,21 @@ class BucketBatchSampler(Sampler[list[Placed]]):
         for bucket in range(1, len(longest)):
             longest[bucket] = max(longest[bucket], longest[bucket - 1])
         return longest
+
+
+def loader_options(args: Any, is_training: bool) -> dict[str, Any]:
+    """What the host gives its loaders besides data, sampler and collator; `is_training`: also its workers' seeds."""
+    options = {
+        "num_workers": args.dataloader_num_workers,
+        "pin_memory": args.dataloader_pin_memory,
+        "persistent_workers": args.dataloader_persistent_workers,
+        "prefetch_factor": args.dataloader_prefetch_factor,
+        "multiprocessing_context": getattr(args, "dataloader_multiprocessing_context", None),
+        "in_order": getattr(args, "dataloader_in_order", True),
+    }
+    if is_training:
+        from transformers.trainer_utils import seed_worker
+
+        workers = args.dataloader_num_workers
+        options["worker_init_fn"] = partial(seed_worker, num_workers=workers, rank=args.process_index)
+    return options

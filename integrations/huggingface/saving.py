@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from integrations.huggingface import checkpoints, versions
-from integrations.huggingface.holding import Held
+from integrations.huggingface.holding import Held, of_host
 
 
 class Saving:
@@ -34,7 +34,7 @@ class Saving:
         state, main = trainer.state, trainer.args.should_save
         run = Path(trainer._get_output_dir(trial=trial))
         final = run / f"checkpoint-{state.global_step}"
-        if not _is_hosts(original):
+        if not of_host(original):
             self._beside_the_users(original, final, model, trial)
             return
         pushed: list[Any] = []
@@ -102,9 +102,3 @@ class Saving:
         with torch.no_grad():
             for name, tensor in state["raw"].items():
                 live[name].copy_(tensor)
-
-
-def _is_hosts(save_checkpoint: Any) -> bool:
-    from transformers import Trainer
-
-    return getattr(save_checkpoint, "__func__", None) is Trainer._save_checkpoint

@@ -59,7 +59,7 @@ class Starting:
         if trainer.args.auto_find_batch_size and batch_size:
             batch_size = self._keep_effective_batch(batch_size)
         else:
-            arguments.apply(trainer, self.config, self.arguments)
+            self._apply()
         if self.config.seed != "host":
             self.seed(self.config.seed)
         try:
@@ -69,11 +69,16 @@ class Starting:
             self.end()
             raise
 
+    def _apply(self) -> None:
+        """Set what the settings change on the arguments that the trainer has now."""
+        self.arguments.undo()
+        self.arguments = Held(self.trainer.args)
+        arguments.apply(self.trainer, self.config, self.arguments)
+
     def _keep_effective_batch(self, micro_batch: int) -> int:
         """After an out-of-memory retry: fewer samples a micro-batch, more micro-batches, the same update."""
         trainer = self.trainer
-        self.arguments.undo()
-        arguments.apply(trainer, self.config, self.arguments)
+        self._apply()
         wanted = trainer.args.train_batch_size * trainer.args.gradient_accumulation_steps
         allowed = min(micro_batch, self._failed_batch - 1) if self._failed_batch else micro_batch
         if allowed < 1:

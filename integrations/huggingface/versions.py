@@ -164,6 +164,6 @@ def chosen_order(args: Any) -> str:
     return "" if strategy == "random" else f"train_sampling_strategy={strategy}"
 
 
-def epoch_at_hand() -> int:
+def epoch_at_hand(trainer: Any) -> int:
     """Of a host that has no `_run_epoch`: the epoch that its loop has just begun."""
-    return int(caller_local("_inner_training_loop", "epoch") or 0)
+    return int(caller_local(trainer, "_inner_training_loop", "epoch") or 0)

@@ -346,6 +346,29 @@ def test_regions_are_the_repeated_blocks_and_not_what_is_inside_them() -> None:
     assert regions(mlp()) == []
 
 
+def test_regions_are_found_in_a_module_dict_and_as_attributes_but_plain_layers_are_no_blocks() -> None:
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.query, self.key, self.value = (nn.Linear(4, 4) for _ in range(3))
+
+    class Attributes(nn.Module):
+        def __init__(self, make: Callable[[], nn.Module]) -> None:
+            super().__init__()
+            self.first, self.second, self.other = make(), make(), nn.Linear(4, 2)
+
+    model = nn.Module()
+    model.named = nn.ModuleDict({name: Attention() for name in "abc"})
+    assert regions(model) == list(model.named.values())
+    assert regions(Attention()) == []
+    plain = Attributes(Attention)
+    assert regions(plain) == [plain.first, plain.second]
+    towers = Attributes(lambda: nn.Sequential(*[Attention() for _ in range(3)]))
+    assert regions(towers) == [*towers.first, *towers.second]  # the smaller blocks, not the towers
+    nested = Attributes(lambda: Attributes(Attention))
+    assert regions(nested) == [nested.first, nested.second]
+
+
 def test_identical_blocks_share_one_graph() -> None:
     model, backend = nn.Sequential(*[block() for _ in range(12)]), Counting()
     parts = [InPlace(b, backend=backend, isolate=False, limit=2) for b in regions(model)]

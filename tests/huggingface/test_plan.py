@@ -247,6 +247,7 @@ def test_a_checkpoint_of_0_1_resumes_after_the_switch_as_it_did(case: Case, meas
     assert again.speed["candidates"] == []
     assert again.switches == [(5, case.wins.name)]
     equal(again, measured, since=5)
+    assert json.loads((again.folder / PLAN_NAME).read_text()) == json.loads((measured.folder / PLAN_NAME).read_text())
 
 
 def test_a_run_resumed_at_a_switch_of_its_file_makes_it(case: Case, measured: Run, tmp_path: Path) -> None:
