@@ -40,7 +40,8 @@ def restore(loader: Any, state: dict[str, Any], mosaic_closed: bool) -> bool:
     if state["generator"] is None or loader.num_workers > 0:
         return True  # workers draw ahead and from generators of their own: equal in distribution, not bit for bit
     begins_anew = False
-    reset, make_iterator = loader.reset, loader._get_iterator
+    live: Any = loader
+    reset, make_iterator = live.reset, live._get_iterator
 
     def note_reset() -> None:
         nonlocal begins_anew
@@ -57,7 +58,7 @@ def restore(loader: Any, state: dict[str, Any], mosaic_closed: bool) -> bool:
         _pending_draw(loader)
         return iterator
 
-    loader.reset, loader._get_iterator = note_reset, first_iterator
+    live.reset, live._get_iterator = note_reset, first_iterator
     return True
 
 
