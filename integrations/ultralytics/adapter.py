@@ -100,7 +100,7 @@ class Adapter:
         )
         self._resize(self.size)
         self._patch()
-        Saving(trainer, self.seam, self.patches, self._state)
+        self.saving = Saving(trainer, self.seam, self.patches, self._state)
         if state is not None:
             self._resume(state)
 
@@ -186,7 +186,7 @@ class Adapter:
                 "trainer.model: a callback put another model there during the run, which plugins.yolo does not serve; "
                 "give it to YOLO(...) before train(), or leave out the plug"
             )
-        for wrapped in (self.stepping.around, self._preprocess, self.losses.around):
+        for wrapped in (self.stepping.around, self._preprocess, self.losses.around, self.saving.around):
             wrapped.stay()
         if self.seam.window.empty:
             self.losses.refresh()
