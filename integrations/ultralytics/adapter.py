@@ -20,14 +20,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from ultralytics.nn.distill_model import DistillationModel
-from ultralytics.nn.tasks import BaseModel
 from ultralytics.utils import RANK
 from ultralytics.utils.torch_utils import unwrap_model
 
 from integrations.patches import Patches
 from integrations.seam import Seam, UnsupportedRun
-from integrations.ultralytics import loader, schedule
+from integrations.ultralytics import loader, schedule, supported
 from integrations.ultralytics.average import HostAverage, set_decay
 from integrations.ultralytics.layout import Layout
 from integrations.ultralytics.losses import Losses
@@ -61,7 +59,7 @@ class Adapter:
             UnsupportedRun: a setting of the host that the plug refuses.
         """
         trainer, config = self.trainer, self.seam.config
-        check_trainer(trainer)
+        supported.check_trainer(trainer)
         rounded = state is not None or schedule.chosen_by_host(trainer)
         window_size = schedule.window_size_rounded if rounded else schedule.window_size
         self.size = window_size(config, trainer.batch_size)
@@ -96,7 +94,7 @@ class Adapter:
             dims=(2, 3) if varies else (),
             takes=lambda args: isinstance(args[0], torch.Tensor),
             sync=distributed and accumulates,
-            uncompilable=self._uncompilable(),
+            uncompilable=supported.uncompilable(self.model),
         )
         self._resize(self.size)
         self._patch()
@@ -287,28 +285,6 @@ class Adapter:
             "mosaic_closed": self._mosaic_closed,
             "draw": self._draw and [self._draw[0], list(self._draw[1]), self._draw[2]],
         }
-
-    # -- settings ---------------------------------------------------------------------------------------------
-
-    def _uncompilable(self) -> str:
-        if getattr(type(self.model), "loss", None) is not BaseModel.loss:
-            return f"{type(self.model).__name__} passes labels into its forward, which is not compiled"
-        return ""
-
-
-def check_trainer(trainer: Any) -> None:
-    """Refuse, in one line, what the plug cannot serve.
-
-    Raises:
-        UnsupportedRun
-    """
-    if trainer.args.compile:
-        raise UnsupportedRun(
-            f"compile={trainer.args.compile}: the host's own compile and the plug exclude each other; "
-            "leave compile out and set accel.compile=on"
-        )
-    if isinstance(unwrap_model(trainer.model), DistillationModel):
-        raise UnsupportedRun("distill_model: not served by plugins.yolo; leave out callbacks=plugins.yolo")
 
 
 def writes_report() -> bool:
