@@ -11,6 +11,64 @@ from typing import Any
 _ABSENT = object()
 
 
+class Around:
+    """A function around `owner.name` that stays on the outside when a user puts another one there.
+
+    `around(inner, ...)` decides when `inner`, the owner's function or the user's, is called. A user's function that
+    goes on to the one that it found, as wrappers do, comes through here again and reaches that one.
+
+    Args:
+        owner: the object that is patched.
+        name: of its method.
+        around: gets the inner function, then the arguments of the call.
+    """
+
+    def __init__(self, owner: Any, name: str, around: Callable[..., Any]) -> None:
+        self.owner, self.name, self.around = owner, name, around
+        self._inner: list[Callable[..., Any]] = [getattr(owner, name)]  # the owner's own, then users', in their order
+        self._at: int | None = None  # inside a call: which of them is running
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._at is not None:
+            return self._descend(*args, **kwargs)
+        return self.enter(self.around, *args, **kwargs)
+
+    def enter(self, around: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call `around` in the place of the function that was given at first."""
+        self._at = len(self._inner)
+        try:
+            return around(self._descend, *args, **kwargs)
+        finally:
+            self._at = None
+
+    @property
+    def inner(self) -> Callable[..., Any]:
+        """What the owner would call if this were not here."""
+        return self._inner[-1]
+
+    @property
+    def users(self) -> bool:
+        """Whether a user put a function there."""
+        return len(self._inner) > 1
+
+    def stay(self) -> bool:
+        """Come outside again where a user has put a function over this one; whether there was one."""
+        found = getattr(self.owner, self.name)
+        if found is self:
+            return False
+        self._inner.append(found)
+        setattr(self.owner, self.name, self)
+        return True
+
+    def _descend(self, *args: Any, **kwargs: Any) -> Any:
+        before = self._at
+        self._at = max((before or 1) - 1, 0)
+        try:
+            return self._inner[self._at](*args, **kwargs)
+        finally:
+            self._at = before
+
+
 class Patches:
     """`put` sets an attribute of one object and remembers what it held; `undo` puts everything back.
 
@@ -31,6 +89,12 @@ class Patches:
         if not isinstance(owner, type):
             _Copies.of(owner).add(patch)
         return before
+
+    def around(self, owner: Any, name: str, function: Callable[..., Any]) -> Around:
+        """Put `function(inner, ...)` around the method `owner.name`, to stay on the outside of what users put there."""
+        value = Around(owner, name, function)
+        self.put(owner, name, value)
+        return value
 
     def undo(self) -> None:
         while self._put:
@@ -97,6 +161,8 @@ class _Copies:
         ours = [p for p in self.patches if p.name in now and (covered or now[p.name] is last[p.name].value)]
         for patch in reversed(ours):
             patch.restore()
+            if not covered and isinstance(patch.value, Around) and patch.value.users:
+                setattr(self.owner, patch.name, patch.value.inner)
         self._unhook()
         try:
             yield

@@ -126,6 +126,15 @@ class Seam(Protocol):
     def close(self) -> Outcome | None:
         """Close a window now: the host's rule says so, or training ends; None when it is empty."""
 
+    def use(self, optimizer: torch.optim.Optimizer, scaler: Any, clip_norm: float | None) -> None:
+        """Optimizer, scaler and the host's own clipping from now on: others may stand there than at `model_ready`."""
+
+    def prepare(self) -> Outcome:
+        """For a host that steps by itself: everything of an update up to the step. After the step comes `closed`."""
+
+    def closed(self, outcome: Any) -> None:
+        """The host has stepped by itself."""
+
     def drop(self) -> None:
         """Forget an unfinished window: the host threw its gradients away, or it came after the last save."""
 

@@ -17,6 +17,9 @@ from plugins.errors import AccelError
 
 HOST = "ultralytics"
 HOST_BATCH = 16  # of a command that gives none
+TUNES_ALONE = (
+    "accel: tune trains in subprocesses of the host, which get no callbacks: its trainings run without plugins.yolo"
+)
 Callback = Callable[[Any], None]
 _log = logging.getLogger("ultralytics")
 
@@ -112,6 +115,8 @@ def configure(options: Mapping[str, Any], host_args: Mapping[str, Any] | None = 
     if host_args is not None and not {"resume", "cfg"} & given.keys():  # else the batch comes from a file
         given.setdefault("batch", HOST_BATCH)
     check(AccelConfig(**options), given)
+    if given.get("mode") == "tune":
+        _log.warning(TUNES_ALONE)
     return {**callbacks, "on_pretrain_routine_end": partial(start, options=dict(options))}
 
 
@@ -176,8 +181,17 @@ def attach(model: Any, **options: Any) -> Any:
     ours = (start, saved, finish)
     for event, function in configure(options).items():
         kept = [f for f in model.callbacks[event] if getattr(f, "func", f) not in ours]
-        model.callbacks[event] = [*kept, function]
+        # First: what users' callbacks set, also on a resume, comes after what is put back here, as with the host.
+        model.callbacks[event] = [function, *kept]
+    model.tune = partial(_tune, model)
     return model
+
+
+def _tune(model: Any, use_ray: bool = False, *args: Any, **kwargs: Any) -> Any:
+    """The host's own `tune`, which trains in commands of its own, without the callbacks of this model."""
+    if not use_ray:
+        _log.warning(TUNES_ALONE)
+    return type(model).tune(model, use_ray, *args, **kwargs)
 
 
 callbacks: dict[str, Callback] = {

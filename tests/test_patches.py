@@ -149,3 +149,44 @@ def test_a_module_is_copied_and_saved_as_the_bare_one_with_slots_too() -> None:
         assert torch.equal(made.weight, model.weight)
         assert made.weight is not model.weight
     assert (copy.deepcopy(slotted).run(), copy.copy(slotted).size, slotted.run()) == ("host", 5, "ours")
+
+
+def test_copies_and_pickles_of_a_patched_object_are_as_it_was() -> None:
+    host, patches = Host(), Patches()
+    patches.put(host, "step", lambda: "ours")
+    patches.put(host, "path", "other")
+    patches.around(host, "step", lambda inner: inner())
+    for made in (copy.deepcopy(host), copy.copy(host), pickle.loads(pickle.dumps(host))):
+        assert vars(made) == {"path": "last.pt"}
+        assert made.step() == "host"
+    assert host.path == "other"
+    patches.undo()
+    assert vars(host) == {"path": "last.pt"}
+
+
+def test_a_copy_keeps_what_a_user_has_put_over_a_patch() -> None:
+    host, patches = Host(), Patches()
+    outside = patches.around(host, "step", lambda inner: "ours, then " + inner())
+    host.step = users = lambda: "user's"  # type: ignore[method-assign]
+    assert copy.copy(host).step is users
+    assert outside.stay()
+    assert host.step() == "ours, then user's"
+    assert copy.copy(host).step is users
+
+
+def test_around_stays_outside_of_users_wrappers_and_calls_each_once() -> None:
+    host, patches, ran = Host(), Patches(), list[str]()
+    outside = patches.around(host, "step", lambda inner: (ran.append("ours"), inner())[1])
+
+    def wrap(name: str) -> None:
+        through = host.step
+        host.step = lambda: (ran.append(name), through())[1]  # type: ignore[method-assign]
+
+    for name in ("first", "second"):
+        wrap(name)
+        assert outside.stay()
+    assert not outside.stay()
+    assert host.step() == "host"
+    assert ran == ["ours", "second", "first"]
+    patches.undo()
+    assert vars(host) == {"path": "last.pt"}

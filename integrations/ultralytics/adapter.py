@@ -4,32 +4,32 @@ Everything is taken hold of at `on_pretrain_routine_end`, the one event that eve
 optimizer, EMA and loaders are built and before the first batch. Patched on the trainer: `optimizer_step`,
 `preprocess_batch`, `_model_train`, `_build_train_pipeline`, `_close_dataloader_mosaic`, `validate`,
 `_handle_nan_recovery`, `save_model`, `final_eval`, and the paths `last`, `best`, `wdir`. On the live model: `loss`. On
-its criterion: `loss` and `assigner` (see losses.py). The module-level `strip_optimizer` is exchanged only while
-`final_eval` runs. The trainer's `accumulate` is held at 1, so that `optimizer_step` is called after every micro-batch.
+its criterion: `loss` and its assigner's `forward` (see losses.py). The module-level `strip_optimizer` is exchanged only
+while `final_eval` runs. The trainer's `accumulate` is held at 1, so that `optimizer_step` is called after every
+micro-batch; a user's own is called once a window. What callbacks exchange during the run (the optimizer, the scaler,
+the criterion, `optimizer_step`, `preprocess_batch`, `model.loss`) is looked up where it is used.
 """
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
-from ultralytics.nn.tasks import BaseModel
 from ultralytics.utils import RANK
 
 from integrations.patches import Patches
 from integrations.seam import Seam, UnsupportedRun
-from integrations.ultralytics import loader, schedule, versions
+from integrations.ultralytics import loader, schedule, supported, versions
 from integrations.ultralytics.average import HostAverage, set_decay
 from integrations.ultralytics.layout import Layout
 from integrations.ultralytics.losses import Losses
 from integrations.ultralytics.saving import Saving
-
-HOST_CLIP_NORM = 10.0
+from integrations.ultralytics.stepping import Stepping, host_clip_norm
 
 
 class Adapter:
@@ -41,9 +41,12 @@ class Adapter:
         self.patches = Patches()
         self._callbacks = {
             "on_train_epoch_start": self._epoch_start,
+            "on_train_batch_start": self._batch_start,
             "on_train_batch_end": self._batch_end,
             "on_train_epoch_end": self._epoch_end,
         }
+        self._resumed: dict[str, Any] | None = None
+        self._gradients: list[tuple[nn.Parameter, Any]] = []  # of a resumed window
         self._draw: Any = None
         self._mosaic_closed = False
         self._index = -1  # of the micro-batch in its epoch
@@ -55,7 +58,7 @@ class Adapter:
             UnsupportedRun: a setting of the host that the plug refuses.
         """
         trainer, config = self.trainer, self.seam.config
-        check_trainer(trainer)
+        supported.check_trainer(trainer)
         rounded = state is not None or schedule.chosen_by_host(trainer)
         window_size = schedule.window_size_rounded if rounded else schedule.window_size
         self.size = window_size(config, trainer.batch_size)
@@ -66,9 +69,9 @@ class Adapter:
             if getattr(trainer.train_loader, "generator", None) is not None:
                 trainer.train_loader.generator.manual_seed(config.seed)
         set_decay(trainer, self.seam, config.ema)
-        losses = Losses(self.model, self.seam, self.patches)
-        self.crosses_epochs = losses.crosses_epochs
         self.layout = Layout(trainer, self.model, self.patches)
+        self.losses = losses = Losses(self.model, self.seam, self.patches)
+        self.crosses_epochs = losses.crosses_epochs
         self.layout.start(*self.seam.start_plan(trainer.device))
         distributed = isinstance(trainer.model, nn.parallel.DistributedDataParallel)
         accumulates = (self.size or host_accumulate) > 1
@@ -82,7 +85,7 @@ class Adapter:
             micro_batch=trainer.batch_size,
             size=self.size,
             expected=host_accumulate,
-            clip_norm=HOST_CLIP_NORM,
+            clip_norm=host_clip_norm(trainer.optimizer_step),
             scaler=trainer.scaler,
             average=HostAverage(trainer) if trainer.ema else None,  # an older host has it on rank 0 only
             groups=losses.groups,
@@ -90,12 +93,13 @@ class Adapter:
             dims=(2, 3) if varies else (),
             takes=lambda args: isinstance(args[0], torch.Tensor),
             sync=distributed and accumulates,
-            uncompilable=self._uncompilable(),
+            uncompilable=supported.uncompilable(self.model),
         )
         self._resize(self.size)
         self._patch()
-        Saving(trainer, self.seam, self.patches, self._state)
-        self._resumed = state
+        self.saving = Saving(trainer, self.seam, self.patches, self._state)
+        if state is not None:
+            self._resume(state)
 
     def release(self) -> None:
         """Undo every patch; what is left of a window that no save will see is dropped and counted."""
@@ -118,8 +122,8 @@ class Adapter:
 
     def _patch(self) -> None:
         trainer, put = self.trainer, self.patches.put
-        put(trainer, "optimizer_step", self._optimizer_step)
-        self._preprocess = put(trainer, "preprocess_batch", self._preprocess_batch)
+        self.stepping = Stepping(trainer, self.seam, self.patches, self._due)
+        self._preprocess = self.patches.around(trainer, "preprocess_batch", self._preprocess_batch)
         self._train_mode = put(trainer, "_model_train", self._model_train)
         if versions.PIPELINE.here:
             self._build = put(trainer, "_build_train_pipeline", self._build_train_pipeline)
@@ -128,7 +132,20 @@ class Adapter:
             self._recover = put(trainer, "_handle_nan_recovery", self._handle_nan_recovery)
         self._close_mosaic = put(trainer, "_close_dataloader_mosaic", self._close_dataloader_mosaic)
         for event, function in self._callbacks.items():
-            trainer.add_callback(event, function)
+            first = event == "on_train_epoch_start"  # what a user's callback sets or draws there comes after a resume
+            trainer.callbacks[event].insert(0 if first else len(trainer.callbacks[event]), function)
+
+    def _resume(self, state: dict[str, Any]) -> None:
+        """Put back what the host's checkpoint lacks; what users' callbacks set from here on holds, as in the host."""
+        trainer = self.trainer
+        rates = [group["initial_lr"] for group in trainer.optimizer.param_groups]
+        self.seam.load_state_dict(state)
+        for group, rate in zip(trainer.optimizer.param_groups, rates, strict=True):
+            group["initial_lr"] = rate  # settings may have changed with the resume
+        if self.size is not None:
+            schedule.set_weight_decay(trainer, trainer.batch_size * self.size)
+        self._gradients = [(p, p.grad) for p in self.model.parameters()]  # the host zeroes them before its first epoch
+        self._resumed = state
 
     # -- the loop, in its order ---------------------------------------------------------------------------------
 
@@ -137,12 +154,9 @@ class Adapter:
         self._index = -1
         state, self._resumed = self._resumed, None
         if state is not None:
-            rates = [group["initial_lr"] for group in trainer.optimizer.param_groups]
-            self.seam.load_state_dict(state)
-            for group, rate in zip(trainer.optimizer.param_groups, rates, strict=True):
-                group["initial_lr"] = rate  # settings may have changed with the resume
-            if self.size is not None:
-                schedule.set_weight_decay(trainer, trainer.batch_size * self.size)
+            for parameter, gradient in self._gradients:
+                parameter.grad = gradient
+            self._gradients = []
             self._mosaic_closed = state["mosaic_closed"]
             if not loader.restore(trainer.train_loader, state["loader"], self._mosaic_closed):
                 self.seam.warn(
@@ -160,15 +174,31 @@ class Adapter:
         self._train_mode()
         self.seam.training_mode()
 
-    def _preprocess_batch(self, batch: dict[str, Any]) -> dict[str, Any]:
+    def _batch_start(self, trainer: Any) -> None:
+        """Take up what callbacks have put on the trainer or its model since the last batch.
+
+        Raises:
+            UnsupportedRun: another model.
+        """
+        if versions.unwrap(trainer.model) is not self.model:
+            raise UnsupportedRun(
+                "trainer.model: a callback put another model there during the run, which plugins.yolo does not serve; "
+                "give it to YOLO(...) before train(), or leave out the plug"
+            )
+        for wrapped in (self.stepping.around, self._preprocess, self.losses.around, self.saving.around):
+            wrapped.stay()
+        if self.seam.window.empty:
+            self.losses.refresh()
+
+    def _preprocess_batch(self, inner: Callable[..., Any], batch: dict[str, Any]) -> dict[str, Any]:
         first = self.seam.window.empty
         self._index += 1
         self.trainer.accumulate = 1  # an older host's warm-up has just set its own
         self.seam.micro_batch(batch["img"].shape[0], expected=self._due() if self.size is None else None)
         if getattr(self.trainer.args, "multi_scale", 0.0) and self.seam.window.expected > 1:
-            batch = self._preprocess_at_one_scale(batch, first)
+            batch = self._preprocess_at_one_scale(inner, batch, first)
         else:
-            batch = self._preprocess(batch)
+            batch = inner(batch)
         self.seam.shape(batch["img"].shape)
         if first:
             with torch.autocast(self.trainer.device.type, enabled=False):  # the host calls this inside its own
@@ -180,28 +210,23 @@ class Adapter:
         trainer = self.trainer
         return int((trainer.epochs - trainer.epoch) * len(trainer.train_loader) - self._index)
 
-    def _preprocess_at_one_scale(self, batch: dict[str, Any], first: bool) -> dict[str, Any]:
+    def _preprocess_at_one_scale(
+        self, preprocess: Callable[..., dict[str, Any]], batch: dict[str, Any], first: bool
+    ) -> dict[str, Any]:
         """One multi-scale draw a window, as one big batch would have; the generator goes on as it would have."""
         if first or self._draw is None:
             self._draw = random.getstate()
-            return self._preprocess(batch)
+            return preprocess(batch)
         now = random.getstate()
         random.setstate(self._draw)
         try:
-            return self._preprocess(batch)
+            return preprocess(batch)
         finally:
             random.setstate(now)
 
-    def _optimizer_step(self) -> None:
-        """Called by the host after every micro-batch, since its `accumulate` is held at 1."""
-        if self.size is None and self.seam.window.micro_batches >= self._due():
-            self.seam.close()
-        else:
-            self.seam.backward_done()
-
     def _due(self) -> int:
-        """Micro-batches after which the host's own rule would step now."""
-        return schedule.host_window(self.trainer, self._index, self._nominal)
+        """Micro-batches after which this window closes; by the host's own rule that changes in warm-up."""
+        return self.size or schedule.host_window(self.trainer, self._index, self._nominal)
 
     def _batch_end(self, _: Any) -> None:
         self.seam.idle()
@@ -215,10 +240,11 @@ class Adapter:
         """Before validation and saving: flush the tail of the training, or of an epoch that a window may not cross."""
         final = trainer.epoch + 1 >= trainer.epochs or trainer.stop
         if final or not self.crosses_epochs:
-            self.seam.close()
+            self.stepping.close()
 
     def _validate(self) -> Any:
-        self.seam.compile_validation(self.trainer.ema.ema)
+        if self.trainer.ema:
+            self.seam.compile_validation(self.trainer.ema.ema)
         with self.seam.validation():
             return self._host_validate()
 
@@ -227,7 +253,7 @@ class Adapter:
         trainer = self.trainer
         if trainer.loss is not None and not trainer.loss.isfinite() and self.seam.config.nonfinite == "skip":
             trainer.loss = torch.zeros_like(trainer.loss)
-        with self.patches.lifted(self.model):  # the host copies the live model into a new average
+        with self.patches.lifted(self.model):  # the host pickles a copy of it: a user's function would stand in the way
             recovered = bool(self._recover(epoch))
         if recovered:
             self.seam.drop()  # the host throws the gradients away
@@ -261,28 +287,6 @@ class Adapter:
             "mosaic_closed": self._mosaic_closed,
             "draw": self._draw and [self._draw[0], list(self._draw[1]), self._draw[2]],
         }
-
-    # -- settings ---------------------------------------------------------------------------------------------
-
-    def _uncompilable(self) -> str:
-        if getattr(type(self.model), "loss", None) is not BaseModel.loss:
-            return f"{type(self.model).__name__} passes labels into its forward, which is not compiled"
-        return ""
-
-
-def check_trainer(trainer: Any) -> None:
-    """Refuse, in one line, what the plug cannot serve.
-
-    Raises:
-        UnsupportedRun
-    """
-    if compiles := getattr(trainer.args, "compile", False):
-        raise UnsupportedRun(
-            f"compile={compiles}: the host's own compile and the plug exclude each other; "
-            "leave compile out and set accel.compile=on"
-        )
-    if versions.distils(trainer.model):
-        raise UnsupportedRun("distill_model: not served by plugins.yolo; leave out callbacks=plugins.yolo")
 
 
 def writes_report() -> bool:

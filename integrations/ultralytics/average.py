@@ -16,15 +16,19 @@ class HostAverage:
 
     @property
     def updates(self) -> int:
-        return int(self.trainer.ema.updates)
+        return int(getattr(self.trainer.ema, "updates", 0))
 
     def update(self) -> None:
-        self.trainer.ema.update(self.trainer.model)
+        if self.trainer.ema:  # as the host asks: a callback may have taken it away
+            self.trainer.ema.update(self.trainer.model)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"updates": self.updates, "shadow": dict(self.trainer.ema.ema.state_dict())}
+        shadow = dict(self.trainer.ema.ema.state_dict()) if self.trainer.ema else {}
+        return {"updates": self.updates, "shadow": shadow}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        if not (self.trainer.ema and state["shadow"]):
+            return
         self.trainer.ema.ema.load_state_dict(state["shadow"])
         self.trainer.ema.updates = state["updates"]
 

@@ -182,6 +182,7 @@ def _host_args(joined: list[str]) -> dict[str, Any]:
 def load(command: Command) -> Callbacks:
     """Import the command's modules and collect their functions by event.
 
+    Plugs, which have `configure`, come first: they put a resumed run's state back before users' callbacks set theirs.
     The current directory is looked in last: a console script does not have it on its path. The host hands
     the path on to its worker processes. Raises CommandError.
     """
@@ -189,8 +190,9 @@ def load(command: Command) -> Callbacks:
         sys.path.append(str(Path.cwd()))
     collected: Callbacks = {}
     readers = 0
-    for name in command.modules:
-        module = _import(name)
+    modules = {name: _import(name) for name in command.modules}
+    for name in sorted(modules, key=lambda name: not callable(getattr(modules[name], "configure", None))):
+        module = modules[name]
         configure = getattr(module, "configure", None)
         if callable(configure):
             readers += 1

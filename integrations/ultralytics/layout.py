@@ -6,7 +6,7 @@ host's settings (which are saved and resumed) changes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,7 +23,7 @@ class Layout(layout.Layout):
     def __init__(self, trainer: Any, model: nn.Module, patches: Patches) -> None:
         super().__init__(model, trainer.device)
         self.trainer, self.patches = trainer, patches
-        self._own: Any = patches.put(model, "loss", self._loss)
+        self.around = patches.around(model, "loss", self._loss)
 
     def start(self, precision: str, memory_format: str) -> None:
         """Before the first step. The gradient scaler follows the precision; a later switch leaves it as it is."""
@@ -55,15 +55,15 @@ class Layout(layout.Layout):
         """Inside, the model is without patches and criterion, which hold the trainer: to be pickled."""
         model: Any = self.model
         with self.patches.lifted(model):
-            criterion, model.criterion = model.criterion, None
+            criterion, model.criterion = getattr(model, "criterion", None), None
             try:
                 yield
             finally:
                 model.criterion = criterion
 
-    def _loss(self, batch: dict[str, Any], preds: Any = None) -> Any:
+    def _loss(self, inner: Callable[..., Any], batch: dict[str, Any], preds: Any = None) -> Any:
         batch["img"] = self.ordered(batch["img"])
         with self.autocast():
             if preds is None and getattr(self.model, "_compiled_call_impl", None) is not None:
                 preds = self.model(batch["img"])  # without a compiled call the forward is the host's own
-            return self._own(batch, preds)
+            return inner(batch) if preds is None else inner(batch, preds)

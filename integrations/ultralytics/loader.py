@@ -2,7 +2,8 @@
 
 On the CPU the host loads in the main process, so that the augmentations draw from the process's own generators.
 Besides those, three things carry over from epoch to epoch: the sampler's generator, whether a draw of its last epoch
-is still pending, and the mosaic buffer (indices of images lately loaded).
+is still pending, and the mosaic buffer (indices of images lately loaded). A loader of the user's own need have none of
+them; one that makes an iterator an epoch goes on from where its generators stood.
 """
 
 from __future__ import annotations
@@ -10,15 +11,16 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from ultralytics.data.build import InfiniteDataLoader
 
 
 def position(loader: Any) -> dict[str, Any]:
     """The loader's state at the end of an epoch, loadable with `weights_only=True`."""
-    generator = getattr(loader, "generator", None)
     return {
         "samples": len(loader.dataset),
-        "generator": generator.get_state() if generator is not None else None,
-        "buffer": [int(i) for i in getattr(loader.dataset, "buffer", ())],
+        "generator": _state(loader),
+        "sampler": _state(getattr(loader, "sampler", None)),
+        "buffer": _mosaic_buffer(loader.dataset),
     }
 
 
@@ -31,10 +33,15 @@ def restore(loader: Any, state: dict[str, Any], mosaic_closed: bool) -> bool:
     if state["samples"] != len(loader.dataset):
         return False
     _refill(loader.dataset, state["buffer"])
+    if not isinstance(loader, InfiniteDataLoader):
+        _put(loader, state["generator"])
+        _put(getattr(loader, "sampler", None), state.get("sampler"))
+        return True
     if state["generator"] is None or loader.num_workers > 0:
         return True  # workers draw ahead and from generators of their own: equal in distribution, not bit for bit
     begins_anew = False
-    reset, make_iterator = loader.reset, loader._get_iterator
+    live: Any = loader
+    reset, make_iterator = live.reset, live._get_iterator
 
     def note_reset() -> None:
         nonlocal begins_anew
@@ -51,8 +58,19 @@ def restore(loader: Any, state: dict[str, Any], mosaic_closed: bool) -> bool:
         _pending_draw(loader)
         return iterator
 
-    loader.reset, loader._get_iterator = note_reset, first_iterator
+    live.reset, live._get_iterator = note_reset, first_iterator
     return True
+
+
+def _state(owner: Any) -> Any:
+    """Of a loader's or sampler's own generator, where it has one."""
+    generator = getattr(owner, "generator", None)
+    return generator.get_state() if isinstance(generator, torch.Generator) else None
+
+
+def _put(owner: Any, state: Any) -> None:
+    if state is not None and isinstance(getattr(owner, "generator", None), torch.Generator):
+        owner.generator.set_state(state)
 
 
 def _pending_draw(loader: Any) -> None:
@@ -62,8 +80,17 @@ def _pending_draw(loader: Any) -> None:
         torch.randperm(samples, generator=loader.generator)
 
 
+def _mosaic_buffer(dataset: Any) -> list[int]:
+    """Of the host's own data sets; a user's attribute of that name may hold anything."""
+    return [int(i) for i in dataset.buffer] if _has_buffer(dataset) else []
+
+
+def _has_buffer(dataset: Any) -> bool:
+    return hasattr(dataset, "load_image") and all(isinstance(i, int) for i in getattr(dataset, "buffer", (None,)))
+
+
 def _refill(dataset: Any, indices: list[int]) -> None:
-    if not hasattr(dataset, "buffer"):
+    if not _has_buffer(dataset):
         return
     dataset.buffer.clear()
     for index in indices:

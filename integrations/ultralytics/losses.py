@@ -4,17 +4,19 @@ Detection (v8DetectionLoss, and oriented boxes) returns `images * N / max(target
 hold two of them, whose parameters are disjoint, since the one-to-one branch sees detached features.
 Classification is a plain mean over images. RT-DETR divides by the number of objects. Other terms (masks, key
 points, depth, semantic maps) have normalisers of their own over the same parameters: one factor at the close
-cannot serve both, so they keep the host's size and are named approximate.
+cannot serve both, so they keep the host's size and are named approximate. So is what a user's own criterion returns
+beyond the host's terms, and what a user's own `loss` adds to it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from ultralytics.models.utils.loss import RTDETRDetectionLoss
+from ultralytics.nn.tasks import YOLOEModel
 from ultralytics.utils.loss import (
     v8ClassificationLoss,
     v8DetectionLoss,
@@ -35,15 +37,30 @@ class Losses:
     Attributes:
         groups: parameters by loss group, for end-to-end heads; otherwise empty.
         crosses_epochs: False where the criterion changes its own weights every epoch, so that a window has to end.
+        around: the weights on what `model.loss` returns.
     """
 
     def __init__(self, model: nn.Module, seam: Seam, patches: Patches) -> None:
-        self.seam, self.patches = seam, patches
+        self.model, self.seam, self.patches = model, seam, patches
         self.groups: dict[str, list[nn.Parameter]] = {}
         self.crosses_epochs = True
+        self._criterion: Any = None
+        self._count: Callable[[dict[str, Any]], int] | None = None
+        self._weighed: Tensor | None = None  # what the criterion returned in this call of `model.loss`
+        self._hold()
+        self.around = patches.around(model, "loss", self._loss)
+
+    def refresh(self) -> None:
+        """Between two windows: a callback may have put another criterion on the model, or taken it away."""
+        if getattr(self.model, "criterion", None) is not self._criterion:
+            self._hold()
+
+    def _hold(self) -> None:
+        model, seam = self.model, self.seam
         if getattr(model, "criterion", None) is None:
-            model.criterion = model.init_criterion()  # type: ignore[operator]
-        criterion: Any = model.criterion
+            _build_criterion(model)
+        self._criterion = criterion = getattr(model, "criterion", None)
+        self._count = None
         if seam.config.normalise == "host":
             seam.approximate("all: normalise=host")
         elif hasattr(criterion, ONE_TO_MANY) and hasattr(criterion, ONE_TO_ONE):
@@ -51,11 +68,13 @@ class Losses:
         elif isinstance(criterion, v8DetectionLoss):
             self._detection(model, "criterion", ALL)
         elif isinstance(criterion, v8ClassificationLoss):
-            self._whole(model, lambda batch: len(batch["cls"]))
+            if type(criterion) is not v8ClassificationLoss:
+                seam.approximate(f"{type(criterion).__name__}: taken as a mean over images")
+            self._count = lambda batch: len(batch["cls"])
         elif isinstance(criterion, RTDETRDetectionLoss):
             seam.approximate("RT-DETR: denoising queries depend on the micro-batch")
-            self._whole(model, lambda batch: len(batch["cls"]))
-        else:
+            self._count = lambda batch: len(batch["cls"])
+        elif criterion is not None:
             seam.approximate(f"{type(criterion).__name__}: summed as the host does")
 
     def _end_to_end(self, model: nn.Module, criterion: Any) -> None:
@@ -75,10 +94,11 @@ class Losses:
         if type(leaf) not in (v8DetectionLoss, v8OBBLoss):
             own = [name for name in names if name not in DETECTION_TERMS]
             self.seam.approximate(f"{type(leaf).__name__}: {', '.join(own) or 'its own terms'}")
+        if not hasattr(leaf, "assigner"):
+            return
         captured: list[Tensor] = []
-        assigner = leaf.assigner
-        exact = torch.tensor([name in DETECTION_TERMS for name in names], device=leaf.device)
-        wholly = all(name in DETECTION_TERMS for name in names)
+        exact: Tensor | None = None  # which entries of what it returns are the host's terms
+        wholly = True
 
         def assign(*args: Any, **kwargs: Any) -> Any:
             found = assigner(*args, **kwargs)
@@ -86,23 +106,71 @@ class Losses:
             return found
 
         def loss(preds: Any, batch: dict[str, Any]) -> Any:
+            nonlocal exact, wholly
             value, items = original(preds, batch)
             if not torch.is_grad_enabled() or not captured:
                 return value, items
-            weight = self.seam.batch_mean(batch["img"].shape[0], captured.pop(), group)
-            if isinstance(weight, float) and weight == 1.0:
-                return value, items
-            factors = weight if wholly else torch.where(exact, weight, self.seam.share(group))
-            return value * factors, items
+            images = batch["img"].shape[0]
+            weight = self.seam.batch_mean(images, captured.pop(), group)
+            if not (isinstance(weight, float) and weight == 1.0):
+                if exact is None or exact.shape != value.shape:
+                    exact = _host_terms(leaf, names, value, items, images).to(value.device)
+                    wholly = bool(exact.all())
+                value = value * (weight if wholly else torch.where(exact, weight, self.seam.share(group)))
+            self._weighed = value
+            return value, items
 
         original = versions.hold_loss(self.patches, owner, attribute, loss)
-        self.patches.put(leaf, "assigner", assign)
+        if isinstance(leaf.assigner, nn.Module):
+            assigner = self.patches.put(leaf.assigner, "forward", assign)
+        else:
+            assigner = self.patches.put(leaf, "assigner", assign)
 
-    def _whole(self, model: nn.Module, count: Callable[[dict[str, Any]], int]) -> None:
-        """Weight a criterion that is one mean over `count(batch)` targets."""
+    def _loss(self, inner: Callable[..., Any], batch: dict[str, Any], preds: Any = None) -> Any:
+        """Weight a loss that is one mean over its targets, and what was added to the criterion's."""
+        self._weighed = None
+        value, items = inner(batch) if preds is None else inner(batch, preds)
+        weighed, self._weighed = self._weighed, None
+        if not torch.is_grad_enabled():
+            return value, items
+        if self._count is not None:
+            return value * self.seam.mean(self._count(batch)), items
+        if weighed is None or value is weighed or self.groups:
+            return value, items
+        share = self.seam.share(ALL)
+        if isinstance(share, float) and share == 1.0:
+            return value, items
+        self.seam.approximate("loss: what is added to the criterion's keeps the host's size")
+        return weighed.sum() + (value.sum() - weighed.sum()) * share, items
 
-        def loss(batch: dict[str, Any], preds: Any = None) -> Any:
-            value, items = original(batch, preds)
-            return value * self.seam.mean(count(batch)), items
 
-        original = self.patches.put(model, "loss", loss)
+def _build_criterion(model: Any) -> None:
+    """As the host does in the first forward; some models choose theirs by the batch, or have none."""
+    if isinstance(model, YOLOEModel):
+        return
+    try:
+        model.criterion = model.init_criterion()
+    except NotImplementedError:
+        return
+
+
+def _host_terms(leaf: Any, names: tuple[str, ...], value: Tensor, items: Any, images: int) -> Tensor:
+    """Which entries of a detection criterion's `value` are `images` times a term of the host's; of the same shape.
+
+    The host's own criteria are known. A user's may return one number, more entries, or others: an entry counts where
+    its size is that of the term which it reports under this name.
+    """
+    known = [name in DETECTION_TERMS for name in names]
+    if type(leaf).__module__ == v8DetectionLoss.__module__ and value.numel() == len(names):
+        return torch.tensor(known).reshape(value.shape)
+    reported = (
+        items if isinstance(items, Mapping) else dict(zip(names, torch.as_tensor(items).reshape(-1), strict=False))
+    )
+    expected = [images * float(reported.get(name, float("nan"))) for name in names]
+    if value.numel() == 1:
+        known, expected = [all(known)], [sum(expected)]
+    found = [
+        right and abs(have - expect) <= 1e-3 * abs(expect) + 1e-6
+        for have, expect, right in zip(value.detach().reshape(-1).tolist(), expected, known, strict=False)
+    ]
+    return torch.tensor(found + [False] * (value.numel() - len(found))).reshape(value.shape)

@@ -27,15 +27,21 @@ class Saving:
         patches.put(trainer, "last", last)
         patches.put(trainer, "best", atomic(trainer.best))
         patches.put(trainer, "wdir", atomic(trainer.wdir))
-        self._save = patches.put(trainer, "save_model", self.save_model)
+        self._extra_written = False  # by this save
+        self.around = patches.around(trainer, "save_model", self.save_model)
         self._final_eval = patches.put(trainer, "final_eval", self.final_eval)
         if trainer.wdir.exists():
             seam.files.sweep(trainer.wdir)
 
-    def save_model(self) -> bool:
-        """The host's own save. A full disk costs this checkpoint, never the run or the one before it."""
+    def save_model(self, inner: Callable[[], Any]) -> bool:
+        """The host's own save, or the user's. A full disk costs this checkpoint, never the run or the one before it."""
+        last, self._extra_written = self.trainer.last, False
+        before = _stamp(last)
         try:
-            saved = bool(self._save())
+            saved = bool(inner())
+            if not self._extra_written and _stamp(last) != before:  # a user's, which does not go by `write_bytes`
+                with self._with_extra_state(last, memoryview(last.read_bytes())):
+                    pass
         except OSError as error:
             self.seam.warn(f"checkpoint not written: {error}; the one before it is untouched and training goes on")
             return False
@@ -50,6 +56,7 @@ class Saving:
         extra = None
         try:
             extra = self.seam.files.save_beside(path, data, self.state())
+            self._extra_written = True
         except OSError as error:
             self.seam.warn(f"extra state not written: {error}; a resume would continue from the averaged weights")
         yield
@@ -67,6 +74,11 @@ class Saving:
         finally:
             scoped.undo()
             self.seam.files.drop_beside(self.trainer.last)
+
+
+def _stamp(path: Path) -> Any:
+    """What changes when the file is written."""
+    return (path.stat().st_mtime_ns, path.stat().st_size) if path.exists() else None
 
 
 def _atomic_strip(strip: Callable[..., dict[str, Any]], seam: Seam) -> Callable[..., dict[str, Any]]:

@@ -7,9 +7,11 @@ costs the memory of this run and nothing else.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
+import tempfile
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
@@ -42,9 +44,23 @@ CODE = (
 
 def default_folder() -> Path:
     """`$XDG_CACHE_HOME/accel-plugins/<project>-<hash>`: one a project, outside of it."""
-    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    root = Path(os.environ.get("XDG_CACHE_HOME") or _home_cache())
     here = Path.cwd().resolve()
     return root / "accel-plugins" / f"{here.name or 'root'}-{hashlib.sha256(str(here).encode()).hexdigest()[:8]}"
+
+
+def _home_cache() -> Path:
+    """`~/.cache`; without a home folder (a container's nameless user) one that is this user's alone."""
+    try:
+        return Path.home() / ".cache"
+    except RuntimeError:
+        user = os.getuid()
+    folder = Path(tempfile.gettempdir()) / f"cache-of-user-{user}"
+    with contextlib.suppress(OSError):
+        folder.mkdir(mode=0o700, exist_ok=True)
+        if folder.lstat().st_uid == user:  # compiled code is run: another user's is not
+            return folder
+    return Path(tempfile.mkdtemp(prefix=folder.name + "-"))
 
 
 def fingerprint(model: nn.Module, shape: tuple[int, ...], device: torch.device, settings: Any) -> str:

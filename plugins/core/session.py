@@ -236,6 +236,12 @@ class Session:
         self.closed(outcome)
         return outcome
 
+    def use(self, optimizer: torch.optim.Optimizer, scaler: Any, clip_norm: float | None) -> None:
+        """What the host steps with from now on: a callback may have exchanged it. See `model_ready`."""
+        self.update.optimizer, self.update.scaler = optimizer, scaler
+        if self.config.clip_norm == "host":
+            self.update.clip_norm = clip_norm
+
     def prepare(self) -> Outcome:
         """For hosts that step by themselves: gradients unscaled, exact, checked and clipped. After the host's step
         come `update.finish` and `closed`."""

@@ -88,6 +88,7 @@ class Update:
 
     def prepare(self, window: Window, unscale: bool = True) -> Outcome:
         """Average over ranks, unscale, rescale, check, clip. The only host-device sync of an update is the norm."""
+        self._drop_frozen()
         if self.sync:  # before unscaling, so that an inf of one rank lowers the scale of all
             _average_over_ranks(self.parameters())
         if unscale and self._scaled:
@@ -127,6 +128,12 @@ class Update:
 
     def zero(self) -> None:
         self.optimizer.zero_grad(set_to_none=not self.keep_gradients())
+
+    def _drop_frozen(self) -> None:
+        """What was frozen in the middle of a window does not move for what it gathered before."""
+        for parameter in self.parameters():
+            if not parameter.requires_grad:
+                parameter.grad = None
 
     @property
     def _scaled(self) -> bool:

@@ -295,3 +295,24 @@ def test_a_folder_made_for_this_is_marked(memory: Memory, monkeypatch: pytest.Mo
     memory.use_for_compiler()
     code_in(memory.inductor, "ab/some.so")
     assert memory.prune(0) == (0, 1)
+
+
+def test_a_user_without_a_home_folder_has_a_cache_of_his_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A container's nameless user: no HOME, and no entry in the table of users."""
+    pwd = pytest.importorskip("pwd")
+
+    def unknown(user: int) -> None:
+        raise KeyError(f"getpwuid(): uid not found: {user}")
+
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    folder = default_folder()
+    assert folder == default_folder()
+    assert folder.parent.parent == tmp_path / f"cache-of-user-{os.getuid()}"
+    assert folder.parent.parent.stat().st_mode & 0o777 == 0o700
+    assert Memory(folder).writable()
+    monkeypatch.setattr(os, "getuid", lambda: 54321)  # the folder of that name belongs to somebody else
+    (tmp_path / "cache-of-user-54321").mkdir()
+    assert default_folder().parent.parent != tmp_path / "cache-of-user-54321"

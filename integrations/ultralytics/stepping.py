@@ -1,0 +1,64 @@
+"""When a trainer's window closes, and who steps: the core, or a user's own `optimizer_step`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ultralytics.engine.trainer import BaseTrainer
+
+from integrations.patches import Patches
+from integrations.seam import Seam
+
+HOST_CLIP_NORM = 10.0
+
+
+class Stepping:
+    """Holds `optimizer_step`, which the host calls after every micro-batch since its `accumulate` is held at 1.
+
+    Args:
+        due: micro-batches after which the window closes.
+    """
+
+    def __init__(self, trainer: Any, seam: Seam, patches: Patches, due: Callable[[], int]) -> None:
+        self.trainer, self.seam, self.due = trainer, seam, due
+        self.around = patches.around(trainer, "optimizer_step", self._optimizer_step)
+
+    def close(self) -> None:
+        """Close the window now, if there is one."""
+        self.around.enter(self._close)
+
+    def _optimizer_step(self, inner: Callable[[], None]) -> None:
+        if self.seam.window.micro_batches >= self.due():
+            self._close(inner)
+
+    def _close(self, inner: Callable[[], None]) -> None:
+        """Update once. A user's own step gets the gradients of the whole window, unscaled, and does all the rest.
+
+        The optimizer and the scaler are those that the trainer holds now: a callback may have exchanged them.
+        """
+        trainer, seam, clip_norm = self.trainer, self.seam, host_clip_norm(self.around.inner)
+        if seam.window.empty:
+            return
+        seam.use(trainer.optimizer, trainer.scaler, clip_norm)
+        if clip_norm is not None:
+            seam.close()
+            return
+        outcome = seam.prepare()
+        if outcome.stepped:
+            scoped = Patches()
+            scoped.put(trainer.scaler, "unscale_", lambda optimizer: None)  # that is done, and may be done only once
+            try:
+                inner()
+            finally:
+                scoped.undo()
+        else:
+            if trainer.scaler.is_enabled():
+                trainer.scaler.update()
+            trainer.optimizer.zero_grad()
+        seam.closed(outcome)
+
+
+def host_clip_norm(step: Callable[[], None]) -> float | None:
+    """What the host's `optimizer_step` clips at; None for a user's own, which clips as it likes."""
+    return HOST_CLIP_NORM if getattr(step, "__func__", step) is BaseTrainer.optimizer_step else None

@@ -1,0 +1,321 @@
+"""What users wrote themselves, beside the plug: each runs as often as the host alone would run it, and no more.
+
+The cases are of public reports, see tests/cases.md.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import logging
+import pickle
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, WeightedRandomSampler
+from ultralytics import YOLO
+from ultralytics.models.yolo.detect import DetectionTrainer
+from ultralytics.utils.torch_utils import ModelEMA
+
+from plugins.yolo import attach
+from tests.ultralytics.conftest import Run, same, tensors, without_plug
+from tests.ultralytics.test_saving import Killed, keep_copies, stop_after
+
+Train = Callable[..., Run]
+EVENTS = (
+    "on_pretrain_routine_end", "on_train_start", "on_train_epoch_start", "on_train_batch_start", "on_train_batch_end",
+    "on_train_epoch_end", "on_model_save", "on_fit_epoch_end", "on_train_end", "teardown",
+)  # fmt: skip
+
+
+class NoSpy:
+    """A spy puts a function of its own on the model, which cannot be pickled: with the host alone neither."""
+
+    def hold(self, trainer: Any) -> None: ...
+
+
+# -- copies of the model --------------------------------------------------------------------------------------------
+
+
+def test_10273_copies_of_the_live_model_are_the_host_s_at_every_event(train: Train) -> None:
+    tried: list[str] = []
+
+    def copies(event: str, trainer: Any) -> None:
+        model, buffer = trainer.model, io.BytesIO()
+        torch.save(model, buffer)
+        made = [
+            copy.deepcopy(model),
+            copy.copy(model),
+            pickle.loads(pickle.dumps(model)),
+            torch.load(io.BytesIO(buffer.getvalue()), weights_only=False),
+            torch.optim.swa_utils.AveragedModel(model).module,
+            ModelEMA(model).ema,
+        ]
+        assert b"integrations" not in buffer.getvalue()
+        for one in made:
+            assert not {"loss", "__getstate__"} & vars(one).keys()
+            assert one.loss.__self__ is one
+        for one in (m for m in made if m.criterion is not model.criterion):  # a shallow copy shares it
+            assert "loss" not in vars(one.criterion)
+            assert "forward" not in vars(one.criterion.assigner)
+        assert same(tensors(made[0]), tensors(model))
+        tried.append(event)
+
+    functions = {event: (lambda trainer, event=event: copies(event, trainer)) for event in EVENTS}
+    train(accel={"accumulate": 2}, images=8, callbacks=functions, spy=NoSpy())
+    assert set(tried) == set(EVENTS)
+
+
+LOADS = """
+import sys, torch
+model = torch.load(sys.argv[1], weights_only=False)["live"]
+assert not any(name.split(".")[0] in ("plugins", "integrations") for name in sys.modules)
+assert model(torch.rand(1, 3, 64, 64)) is not None
+print("loads")
+"""
+
+
+def test_147_an_own_save_model_that_copies_the_model_is_loaded_without_the_plug_and_resumed(
+    train: Train, tmp_path: Path
+) -> None:
+    """Torch-Pruning's recipe, put there by a callback."""
+    saves: list[int] = []
+
+    def killed(trainer: Any) -> None:
+        keep_copies(trainer)
+        stop_after(1)["on_fit_epoch_end"](trainer)
+
+    def replace(trainer: Any) -> None:
+        def save_model(self: Any) -> bool:
+            saves.append(self.epoch)
+            ema = copy.deepcopy(self.ema.ema)
+            found = {"epoch": self.epoch, "best_fitness": self.best_fitness, "model": None, "ema": ema}
+            found |= {"updates": self.ema.updates, "live": copy.deepcopy(self.model), "train_args": vars(self.args)}
+            torch.save({**found, "optimizer": self.optimizer.state_dict()}, self.last)
+            return True
+
+        trainer.save_model = types.MethodType(save_model, trainer)
+
+    with pytest.raises(Killed):
+        train(
+            accel={"accumulate": 3}, images=16, epochs=3, spy=NoSpy(),
+            callbacks={"on_train_start": replace, "on_fit_epoch_end": killed},
+        )  # fmt: skip
+    assert saves == [0, 1]
+    done = without_plug("-c", LOADS, "after1/weights/last.pt", cwd=tmp_path)
+    assert done.stdout.strip().endswith("loads"), done.stderr
+    assert len(list(Path("after1/weights").glob("last.*.accel"))) == 1
+    last = Path("after1/weights/last.pt").resolve()
+    live = tensors(torch.load(last, weights_only=False)["live"])
+    began: list[dict[str, Tensor]] = []
+    train(accel={}, resume=last, callbacks={"on_train_start": lambda t: began.append(tensors(t.model))}, spy=NoSpy())
+    assert same(began[0], live)
+
+
+# -- the step -------------------------------------------------------------------------------------------------------
+
+
+class Stepping(DetectionTrainer):
+    """A user's own step that adds something and goes on to the host's."""
+
+    ran = 0
+
+    def optimizer_step(self) -> None:
+        type(self).ran += 1
+        super().optimizer_step()
+
+
+class Whole(DetectionTrainer):
+    """A user's own step that is all of it, with a clip value of its own."""
+
+    ran = 0
+
+    def optimizer_step(self) -> None:
+        type(self).ran += 1
+        self.scaler.unscale_(self.optimizer)
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), max_norm=0.01)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad()
+        self.ema.update(self.model)
+
+
+@pytest.mark.parametrize(("own", "clip"), [(Stepping, "host"), (Whole, 0.01)])
+def test_24320_an_own_optimizer_step_runs_once_per_update_on_the_window_s_gradients(
+    own: Any, clip: Any, train: Train
+) -> None:
+    own.ran = 0
+    options = {"accumulate": 2, "batchnorm": "freeze"}
+    theirs = train(accel=options, images=20, epochs=2, trainer=own)
+    ours = train(accel={**options, "clip_norm": clip}, images=20, epochs=2, name="ours")
+    assert own.ran == len(theirs.spy.updates) == 5
+    assert theirs.report["window"]["updates"] == 5
+    assert theirs.trainer.ema.updates == 5
+    for name, tensor in ours.weights.items():
+        assert torch.allclose(theirs.weights[name], tensor, rtol=1e-6, atol=1e-8), name
+
+
+def test_an_own_optimizer_step_is_not_run_for_a_skipped_update(train: Train) -> None:
+    Stepping.ran = 0
+
+    def spoil(trainer: Any) -> None:
+        seam = trainer.accel.seam
+        if seam.updates == 1 and seam.window.micro_batches == 1:  # the second window is half full
+            next(p for p in trainer.model.parameters() if p.grad is not None).grad[:] = float("nan")
+
+    run = train(accel={"accumulate": 2}, images=16, epochs=2, trainer=Stepping, callbacks={"on_train_batch_end": spoil})
+    assert run.report["window"]["skipped_updates"] == 1
+    assert Stepping.ran == run.report["window"]["updates"] == 3
+    assert all(bool(t.isfinite().all()) for t in run.weights.values())
+
+
+@pytest.mark.parametrize("event", ["on_pretrain_routine_end", "on_train_start", "on_train_epoch_start"])
+def test_an_optimizer_step_that_a_callback_puts_on_the_trainer_runs_once_per_update(event: str, train: Train) -> None:
+    ran: list[int] = []
+
+    def wrap(trainer: Any) -> None:
+        through = trainer.optimizer_step
+        trainer.optimizer_step = lambda: (ran.append(1), through())[1]
+
+    run = train(accel={"accumulate": 2}, images=8, epochs=1, callbacks={event: wrap})
+    assert len(ran) == len(run.spy.updates) == 1
+
+
+def test_an_optimizer_that_a_callback_puts_on_the_trainer_is_the_one_that_steps(train: Train) -> None:
+    kept: list[Any] = []
+    steps: list[int] = []
+
+    def exchange(trainer: Any) -> None:
+        kept.append(tensors(trainer.model))
+        head = [p for n, p in trainer.model.named_parameters() if n.startswith("model.6") and p.requires_grad]
+        trainer.optimizer = torch.optim.AdamW(head, lr=1e-2)
+        for group in trainer.optimizer.param_groups:
+            group["initial_lr"] = 1e-2
+        trainer.optimizer.register_step_post_hook(lambda *_: steps.append(1))
+
+    run = train(accel={"accumulate": 2}, images=16, callbacks={"on_train_start": exchange}, spy=NoSpy())
+    assert len(steps) == 2
+    names = [n for n, _ in run.trainer.model.named_parameters() if not torch.equal(kept[0][n], run.weights[n])]
+    assert names
+    assert all(n.startswith("model.6") for n in names)
+
+
+def test_a_parameter_frozen_in_the_middle_of_a_window_does_not_move(train: Train) -> None:
+    kept: list[Tensor] = []
+
+    def freeze(trainer: Any) -> None:
+        if not kept:
+            parameter = next(trainer.model.parameters())
+            assert parameter.grad is not None
+            parameter.requires_grad_(False)
+            kept.append(parameter.detach().clone())
+
+    run = train(accel={"accumulate": 4}, images=16, callbacks={"on_train_batch_end": freeze})
+    assert len(run.spy.updates) == 1
+    assert torch.equal(next(run.trainer.model.parameters()), kept[0])
+
+
+def test_a_preprocess_batch_that_a_callback_puts_on_the_trainer_runs_once_per_batch(train: Train) -> None:
+    seen: list[int] = []
+
+    def replace(trainer: Any) -> None:
+        def own(batch: dict[str, Any]) -> dict[str, Any]:
+            seen.append(len(batch["img"]))
+            return {**batch, "img": batch["img"].float() / 255}
+
+        trainer.preprocess_batch = own
+
+    run = train(accel={"accumulate": 2}, images=16, callbacks={"on_train_start": replace})
+    assert seen == [4, 4, 4, 4]
+    assert len(run.spy.updates) == run.report["window"]["updates"] == 2
+
+
+def test_another_model_put_on_the_trainer_in_the_run_is_refused_in_one_line(train: Train) -> None:
+    def exchange(trainer: Any) -> None:
+        trainer.model = copy.deepcopy(trainer.model)
+
+    with pytest.raises(ValueError, match=r"^trainer\.model: a callback put another model there[^\n]*$"):
+        train(accel={}, images=8, callbacks={"on_train_epoch_start": exchange}, spy=NoSpy())
+
+
+# -- resume ---------------------------------------------------------------------------------------------------------
+
+
+class Weighted(DetectionTrainer):
+    """A user's own loader: torch's, with a sampler of its own, which has no `reset`."""
+
+    drawn: list[str] = []
+
+    def get_dataloader(self, dataset_path: str, batch_size: int = 16, rank: int = 0, mode: str = "train") -> Any:
+        host = super().get_dataloader(dataset_path, batch_size, rank, mode)
+        if mode != "train":
+            return host
+        draw = torch.Generator().manual_seed(5)
+        sampler = WeightedRandomSampler(torch.ones(len(host.dataset)), len(host.dataset), generator=draw)
+        collate = host.collate_fn
+        generator = torch.Generator().manual_seed(6)
+        return DataLoader(host.dataset, batch_size, sampler=sampler, collate_fn=collate, generator=generator)
+
+    def preprocess_batch(self, batch: dict[str, Any]) -> dict[str, Any]:
+        self.drawn.extend(Path(p).name for p in batch["im_file"])
+        return super().preprocess_batch(batch)
+
+
+def test_a_run_with_an_own_loader_resumes_with_the_images_of_the_straight_run(train: Train) -> None:
+    options: dict[str, Any] = {"images": 12, "epochs": 3, "close_mosaic": 0, "trainer": Weighted}
+    Weighted.drawn = []
+    straight = train(accel={"accumulate": 2}, callbacks={"on_fit_epoch_end": keep_copies}, **options)
+    right = Weighted.drawn[24:]
+    Weighted.drawn = []
+    resumed = train(
+        accel={},
+        resume=Path("after1/weights/last.pt").resolve(),
+        trainer=Weighted,
+        save_dir=str(Path("after1").resolve()),
+    )
+    assert Weighted.drawn == right
+    assert same(resumed.weights, straight.weights)
+
+
+@pytest.mark.parametrize("event", ["on_pretrain_routine_end", "on_train_start", "on_train_epoch_start"])
+def test_what_callbacks_set_on_a_resume_is_not_taken_back(event: str, train: Train) -> None:
+    with pytest.raises(Killed):
+        train(accel={"accumulate": 2}, images=8, epochs=2, callbacks=stop_after(0))
+    at_first_batch: list[tuple[float, float]] = []
+
+    def change(trainer: Any) -> None:
+        with torch.no_grad():
+            next(trainer.model.parameters()).fill_(0.25)
+        for group in trainer.optimizer.param_groups:
+            group["weight_decay"], group["momentum"] = 0.125, 0.5
+
+    def look(trainer: Any) -> None:
+        group = trainer.optimizer.param_groups[0]
+        found = {float(v) for v in next(trainer.model.parameters()).detach().unique()}
+        assert found == {0.25}
+        at_first_batch.append((group["weight_decay"], group["momentum"]))
+
+    functions = {event: change, "on_train_batch_start": look}
+    model_of = Path("run/weights/last.pt").resolve()
+    train(accel={"accumulate": 2}, resume=model_of, callbacks=functions, spy=NoSpy())
+    assert at_first_batch[0] == (0.125, 0.5)
+
+
+# -- tune -----------------------------------------------------------------------------------------------------------
+
+
+def test_tune_says_that_it_trains_without_the_plug(
+    models: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(YOLO, "tune", lambda self, *args, **kwargs: asked.append((args, kwargs)))
+    with caplog.at_level(logging.WARNING, "ultralytics"):
+        attach(YOLO(str(models("detect")))).tune(iterations=2, data="x.yaml")
+    assert asked == [((False,), {"iterations": 2, "data": "x.yaml"})]
+    (line,) = [r.message for r in caplog.records if "accel" in r.message]
+    assert "trainings run without plugins.yolo" in line
