@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainerCallback
 
+from integrations.huggingface import versions
 from integrations.huggingface.arguments import refuse_contradictions
 from integrations.huggingface.checkpoints import problems
 from integrations.seam import UnsupportedRun
@@ -78,7 +79,7 @@ def test_patches_are_undone_at_the_end_and_on_an_exception(tmp_path):
     assert not RUN_PATCHES & set(vars(trainer))
     assert vars(trainer.args) == before
     assert set(vars(trainer.model)) - state <= {"_is_accelerate_prepared"}
-    assert trainer.loss_is_scaled_for_ga is None
+    assert getattr(trainer, "loss_is_scaled_for_ga", None) is None
     assert (tmp_path / "accel_report.json").exists()
 
 
@@ -87,7 +88,8 @@ def test_removed_from_the_trainer_nothing_stays(tmp_path):
     trainer.remove_callback(AccelCallback)
     trainer.train()
     assert not {"train", "_inner_training_loop", "_get_dataloader", "evaluation_loop"} & set(vars(trainer))
-    assert reference.difference(spy.gradients[0], right_gradients()) > 1  # the host's own, times K
+    wrong = 1 if versions.SCALED.here else 0.1
+    assert reference.difference(spy.gradients[0], right_gradients()) > wrong  # the host's own, times K
     assert not (tmp_path / "accel_report.json").exists()
 
 
@@ -271,7 +273,8 @@ def test_clip_once_a_window_and_log_the_true_norm(clip, host, bound, tmp_path):
     right = float(torch.nn.utils.get_total_norm(right_gradients().values()))
     assert right > 0.3
     assert spy.norms == [pytest.approx(bound or right, rel=1e-4)]
-    assert trainer.state.log_history[0]["grad_norm"] == pytest.approx(right, rel=1e-5)
+    if host or versions.GRAD_NORM.here:  # an older host logs no norm where it clips nothing
+        assert trainer.state.log_history[0]["grad_norm"] == pytest.approx(right, rel=1e-5)
     assert trainer.args.max_grad_norm == host
 
 

@@ -163,6 +163,8 @@ def train(
                 **PLAIN,
                 **host,
             }
+        if isinstance(DEFAULT_CFG.multi_scale, bool) and "multi_scale" in arguments:  # an older host's range is fixed
+            arguments["multi_scale"] = bool(arguments["multi_scale"])
         found.train(trainer=trainer, **arguments)
         return Run(found.trainer, spy, Path(found.trainer.save_dir))
 

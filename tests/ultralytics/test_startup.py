@@ -41,7 +41,8 @@ class Environment:
 
     def __init__(self, folder: Path) -> None:
         venv.create(folder, symlinks=os.name != "nt")
-        paths = sysconfig.get_paths(vars={"base": str(folder), "platbase": str(folder)}, scheme="venv")
+        scheme = "venv" if "venv" in sysconfig.get_scheme_names() else "posix_prefix"  # Python 3.10 has no such name
+        paths = sysconfig.get_paths(vars={"base": str(folder), "platbase": str(folder)}, scheme=scheme)
         self.site = Path(paths["purelib"])
         self.python = Path(paths["scripts"], "python")
         self.script = Path(paths["scripts"], "yolo")
