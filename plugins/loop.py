@@ -26,7 +26,6 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 from numbers import Real
 from pathlib import Path
 from types import TracebackType
@@ -43,8 +42,9 @@ from plugins.config import AccelConfig
 from plugins.core import checkpoint, nested, precision, savefile
 from plugins.core.compile import CompileRefused
 from plugins.core.ema import EMA
-from plugins.core.gradients import WindowGradients
 from plugins.core.loop_checks import bare_module, check_model, check_optimizer, check_schedule
+from plugins.core.loop_step import LoopStep
+from plugins.core.loop_tuning import LoopTuning, by_rule, may_measure, settings
 from plugins.core.planfile import PlanError, Start
 from plugins.core.ranks import same_start
 from plugins.core.replay import Replay
@@ -52,12 +52,6 @@ from plugins.core.report import versions
 from plugins.core.session import Session
 from plugins.core.update import Outcome
 from plugins.errors import AccelError
-
-ENDLESS = 100_000  # micro-batches that a loop without an end is taken to have left: a hanging compile must end too
-FOREIGN = (
-    "gradients that another backward left in the model between forward and accel.backward are no part of the update, "
-    "as after optimizer.zero_grad(); add that loss to the one that accel.backward is given"
-)
 
 
 class Accelerated:
@@ -107,7 +101,7 @@ class Accelerated:
         self.model, self.optimizer, self._bare = model, optimizer, bare_module(model)
         check_model(self._bare)
         check_optimizer(optimizer)
-        self.config = _settings(config, options, own_compile=self._bare is not model)
+        self.config = settings(config, options, wrapped=self._bare is not model)
         self.device = next(self._bare.parameters()).device
         self.world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
         if self.config.seed != "host":
@@ -118,14 +112,11 @@ class Accelerated:
         if self.scheduler is not None:
             check_schedule(self.scheduler)
         self._validating = False
-        self._arrived: int | None = None  # samples of the micro-batch that has had a forward, and no backward yet
-        self._left = 0
-        self._measured = bool(tunes or planned) and self._may_measure()
+        measured = bool(tunes or planned) and may_measure(self.config)
         from_file = isinstance(self.config.plan, Path)  # which says everything
-        chosen = self.config if self._measured or from_file else self._by_rule()
+        chosen = self.config if measured or from_file else by_rule(self.config, self._bare, self.device)
         self.session = Session(chosen, host, say)
         self.layout = LoopLayout(self._bare, self.device)
-        self._replay = Replay(self._bare, self.place)
         try:
             self.layout.apply(*self.session.start_plan(self.device))
             if self.world > 1:
@@ -147,10 +138,10 @@ class Accelerated:
             )
         except (CompileRefused, PlanError, precision.Unsupported) as error:
             raise AccelError(str(error)) from None
-        update = self.session.update
-        self._gradients = WindowGradients(update.parameters, update.keep_gradients)
+        self._step = LoopStep(self.session, self.scheduler, self.world)
+        self._tuning = LoopTuning(self.config, self.session, self.layout, Replay(self._bare, self.place), measured)
         if self.world > 1:
-            same_start(update.beside_model())
+            same_start(self.session.update.beside_model())
         self._describe()
 
     # -- training ------------------------------------------------------------------------------------------------
@@ -176,13 +167,9 @@ class Accelerated:
             loader: anything that is iterated; without a length it counts as endless.
             epochs_left: how often it is still gone through, this time included: how long there is to win a trial back.
         """
-        self._measure()
-        try:
-            total: float = len(loader) * epochs_left  # type: ignore[arg-type]
-        except TypeError:
-            total = math.inf
+        self._tuning.measure()
         for index, batch in enumerate(loader):
-            self._left = int(max(min(total - index, ENDLESS), 0))
+            self._tuning.left(loader, epochs_left, done=index)
             yield self.place(batch)
         self.flush()
 
@@ -202,17 +189,15 @@ class Accelerated:
         Returns:
             The loss, detached; None where it was left out.
         """
-        self._try_plans(batch)
-        noting = self._measured and self.session.planner.state == "timing" and not self.session.compilation.active
-        with self._replay.noting() if noting else nullcontext(), self.forward(batch) as placed:
+        self._tuning.before(batch)
+        with self._tuning.noting(), self.forward(batch) as placed:
             loss = loss_fn(placed)
         if loss is None:
-            self._arrived = None
+            self._step.leave_out()
             return None
         if not isinstance(loss, Tensor):
             raise AccelError(f"training_step: the loss function returned {type(loss).__name__}, not the loss")
-        if noting and not self._replay.calls:
-            self.session.planner.measure_nothing("the loss function does not call the model itself")
+        self._tuning.after()
         if weight is None and not (weight := nested.samples(batch)):
             raise AccelError(f"training_step: a batch of type {type(batch).__name__} holds no tensor; give weight=")
         self.backward(loss, weight)
@@ -232,18 +217,11 @@ class Accelerated:
         if not self._validating and torch.is_grad_enabled():
             first = next(nested.tensors(inputs), None)
             if first is not None:
-                self._arrive(nested.samples(inputs))
+                self._step.arrive(nested.samples(inputs))
                 self.session.shape(first.shape, padding)
         placed = self.place(inputs)
         with self.autocast():
             yield placed[0] if len(placed) == 1 else placed
-
-    def _arrive(self, samples: int) -> None:
-        """The first forward of a micro-batch begins."""
-        if self._arrived is None:
-            self._gradients.clear()
-            self.session.arrived()
-            self._arrived = samples
 
     def place(self, value: Any) -> Any:
         """Any nesting of tensors, or what has a `.to`: on the model's device; tensors [B, C, H, W] in its layout."""
@@ -273,39 +251,7 @@ class Accelerated:
             raise AccelError(f"backward: weight={weight!r}: expected a count of targets, 0 or more")
         if torch.is_autocast_enabled(self.device.type):
             raise AccelError("backward: called inside autocast; leave accel.forward first, backward belongs outside")
-        if self._arrived is None:
-            self._arrive(int(weight))
-        samples, self._arrived = self._arrived or 0, None
-        if self._gradients.put_in(first=self.session.window.empty):
-            self.session.warn(FOREIGN)
-        if not self.session.report.window.micro_batch:
-            self.session.describe_window(samples)
-        try:
-            self.session.count(samples)
-            self._backward(loss, weight)
-        except BaseException:
-            self.session.drop()
-            self._gradients.drop()
-            raise
-        outcome = self._closed(self.session.backward_done())
-        if outcome is None:
-            self._gradients.take_out()
-        self.session.idle()
-        return outcome
-
-    def _backward(self, loss: Tensor | Iterable[tuple[Tensor, float]], weight: float | Tensor) -> None:
-        factor = self.session.mean(weight)
-        window, scaler = self.session.window, self.session.update.scaler
-        if isinstance(weight, Tensor) and weight.device.type != "cpu":  # whether it is 0 would have to be waited for
-            factor = factor * (weight > 0) if window.weighted else factor
-        elif weight == 0:
-            return
-        if self.world > 1 and window.weighted:
-            factor = factor * self.world  # the core averages gradients over ranks; the big batch's are their sum
-        for part, targets in [(loss, weight)] if isinstance(loss, Tensor) else loss:
-            share = factor if targets is weight else factor * (targets / weight)
-            weighted = part * share if isinstance(share, Tensor) or share != 1.0 else part
-            (scaler.scale(weighted) if scaler is not None else weighted).backward()
+        return self._step.backward(loss, weight)
 
     def flush(self) -> Outcome | None:
         """Closes a window that is not full; None when it is empty.
@@ -313,25 +259,7 @@ class Accelerated:
         Over several ranks each calls it after its last batch: one that has run out takes part in the updates of those
         that have not, so ranks may have unequal counts of batches.
         """
-        if self.world == 1 and self.session.window.empty:
-            return None
-        self._gradients.put_in()
-        if self.world == 1:
-            return self._closed(self.session.close())
-        last: Outcome | None = None
-        while True:
-            if self.session.window.empty:
-                self.session.arrived()
-                self.session.mean(0)
-            if (outcome := self._closed(self.session.join())) is None:
-                self.session.idle()
-                return last
-            last = outcome
-
-    def _closed(self, outcome: Outcome | None) -> Outcome | None:
-        if outcome is not None and outcome.stepped and self.scheduler is not None:
-            self.scheduler.step()
-        return outcome
+        return self._step.flush()
 
     # -- what is measured ----------------------------------------------------------------------------------------
 
@@ -347,29 +275,7 @@ class Accelerated:
             left: micro-batches still to come, this one included; math.inf where the loader has no end.
             shape: of the input, [B, ...].
         """
-        if not isinstance(left, Real) or math.isnan(left):
-            raise AccelError(f"plan: left={left!r}: expected the micro-batches still to come, or math.inf")
-        if self.session.window.empty and self.session.planner.waits:
-            self.session.plan_window(self.layout.at(partial(_checked, loss)), int(max(min(left, ENDLESS), 0)), shape)
-
-    def _try_plans(self, batch: Any) -> None:
-        """`tune` on the model's calls of the micro-batch before, which has no user's function in it."""
-        first = next(nested.tensors(batch), None)
-        if first is not None and self._measured and self.session.window.empty and self.session.planner.waits:
-            self.session.plan_window(self.layout.at(self._replay.loss), self._left, first.shape)
-        if self.session.planner.state == "done":
-            self._replay.forget()
-
-    def _measure(self) -> None:
-        """From here on what is `auto` is measured, if nothing was trained yet."""
-        fresh = self.session.report.window.micro_batches == 0
-        if self._measured or not fresh or not self._may_measure():
-            return
-        self._measured = True
-        if not isinstance(self.config.plan, Path):
-            start = Start.of(self.config, self.device)
-            self.layout.apply(start.plan.precision, start.plan.memory_format)
-            self.session.open_plan(start)
+        self._tuning.tune(loss, left, shape)
 
     def plan(self, loss: Callable[[], Tensor], left: float, shape: Iterable[int]) -> None:
         """The deprecated name of `tune`."""
@@ -424,8 +330,8 @@ class Accelerated:
         """
         savefile.check_plain(extra)
         live = self.average.unswapped() if self.average is not None else nullcontext()  # also inside `validation`
-        with live, self._gradients.inside():
-            savefile.save(Path(path), self.session, self.scheduler, tuned=self._measured, extra=extra)
+        with live, self._step.gradients_inside():
+            savefile.save(Path(path), self.session, self.scheduler, tuned=self._tuning.measured, extra=extra)
         return Path(path)
 
     def resume(self, path: str | Path) -> dict[str, Any]:
@@ -436,14 +342,9 @@ class Accelerated:
         """
         state = savefile.belonging(Path(path), self.session, self.scheduler)
         if state.get("tuned"):
-            self._measure()
-        self._gradients.drop()
-        self.session.load_state_dict(state)
-        self._gradients.take_out()
-        if self.scheduler is not None and "scheduler" in state:
-            self.scheduler.load_state_dict(state["scheduler"])
-        if self._measured:  # at once: the window may be half done
-            self.session.plan_window(self.layout, 0, ())
+            self._tuning.measure()
+        self._step.load(state)
+        self._tuning.resume()
         checkpoint.set_random_state(state["random"])
         return dict(state["extra"])
 
@@ -479,46 +380,8 @@ class Accelerated:
         for group in self.optimizer.param_groups:
             group["lr"] *= factor
 
-    def _may_measure(self) -> bool:
-        """Whether a loop that tunes has a use for the planner: ranks would have to agree on what they measure, and at
-        `compile=on` every candidate would be compiled anew."""
-        return isinstance(self.config.plan, Path) or (
-            self.config.plan == "auto" and self.config.compile != "on" and self.world == 1
-        )
-
-    def _by_rule(self) -> AccelConfig:
-        """The settings with precision and layout resolved for this device."""
-        try:
-            dtype = precision.resolve(self.config.precision, self.device)
-        except precision.Unsupported as error:
-            raise AccelError(str(error)) from None
-        convolutions = any(isinstance(module, nn.Conv2d) for module in self._bare.modules())
-        wanted = self.config.memory_format != "host" and convolutions
-        layout = "channels_last" if wanted else "host"
-        return self.config.model_copy(update={"precision": dtype, "memory_format": layout})
-
     def _describe(self) -> None:
         report = self.session.report
         report.versions = versions()
         report.config = self.config.dump()
         report.ema.decay = self.average.decay if self.average is not None else None
-
-
-def _settings(config: AccelConfig | str | Path | None, options: dict[str, Any], own_compile: bool) -> AccelConfig:
-    """Options laid over the configuration; a model that its owner wrapped is not compiled, nor plans tried on it."""
-    if isinstance(config, AccelConfig):
-        chosen = AccelConfig(**{**config.given(), **options}) if options else config
-    else:
-        chosen = AccelConfig(config, **options)
-    if not own_compile:
-        return chosen
-    if chosen.compile == "on":
-        raise AccelError("compile=on: the model is wrapped already (torch.compile or DataParallel); give the bare one")
-    return chosen.model_copy(update={"compile": "off", "plan": "off"})
-
-
-def _checked(loss: Callable[[], Tensor]) -> Tensor:
-    value = loss()
-    if not isinstance(value, Tensor):
-        raise AccelError(f"plan: the loss function returned {type(value).__name__}; it has to return the loss")
-    return value

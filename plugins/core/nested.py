@@ -35,10 +35,10 @@ def mapped(value: Any, change: Callable[[Tensor], Tensor], other: Callable[[Any]
     if type(value) in (list, tuple):
         return type(value)(mapped(item, change, other) for item in value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        same = copy.copy(value)
+        filled = copy.copy(value)
         for field in dataclasses.fields(value):
-            object.__setattr__(same, field.name, mapped(getattr(value, field.name), change, other))
-        return same
+            object.__setattr__(filled, field.name, mapped(getattr(value, field.name), change, other))
+        return filled
     return other(value)
 
 
