@@ -141,7 +141,7 @@ class Accelerated:
         self._step = LoopStep(self.session, self.scheduler, self.world)
         self._tuning = LoopTuning(self.config, self.session, self.layout, Replay(self._bare, self.place), measured)
         if self.world > 1:
-            same_start(self.session.update.beside_model())
+            same_start(self.session.update.beside(self._bare))
         self._describe()
 
     # -- training ------------------------------------------------------------------------------------------------

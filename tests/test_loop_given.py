@@ -86,6 +86,25 @@ def test_other_parameters_beside_the_model_are_refused_in_one_line(tmp_path):
         accelerated(again, optimizer).resume(path)
 
 
+def test_a_layer_that_was_added_in_the_run_is_the_models_own_when_resumed(tmp_path):
+    def grown(model):
+        torch.manual_seed(9)
+        model.append(nn.Linear(3, 3))
+        return model
+
+    x, y = data()
+    first = accelerated(net())
+    step(first, x, y)
+    first.optimizer.add_param_group({"params": grown(first.model)[3].parameters()})
+    step(first, x, y)
+    path = first.save(tmp_path / "last.pt")
+    model = grown(net(4))
+    groups = [{"params": model[:3].parameters()}, {"params": model[3].parameters()}]
+    second = accelerated(model, torch.optim.SGD(groups, lr=0.1, momentum=0.9))
+    second.resume(path)
+    assert off(first.model, second.model) == 0
+
+
 # -- models ------------------------------------------------------------------------------------------------------
 
 

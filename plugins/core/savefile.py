@@ -70,7 +70,7 @@ def belonging(path: Path, session: Session, scheduler: Any) -> dict[str, Any]:
             raise AccelError(f"{path}: saved with another {name} than this run's: {saved} there, {kind} here")
     if why := _other_optimizer(state["optimizer"], optimizer):
         raise AccelError(f"{path}: saved with another optimizer than {type(optimizer).__name__}: {why}")
-    beside = [list(parameter.shape) for parameter in session.update.beside_model()]
+    beside = [list(parameter.shape) for parameter in session.update.beside(model)]
     saved_beside = [list(value.shape) for value in state.get("beside_model", [])]
     if "beside_model" in state and saved_beside != beside:
         raise AccelError(

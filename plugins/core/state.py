@@ -24,8 +24,8 @@ def state_of(session: Session) -> dict[str, Any]:
     return {
         "config": session.config.given(),
         "model": {n: t.detach() if isinstance(t, Tensor) else t for n, t in own_state(session.model).items()},
-        "beside_model": [p.detach() for p in update.beside_model()],
-        "beside_gradients": [] if window.empty else [p.grad for p in update.beside_model()],
+        "beside_model": [p.detach() for p in update.beside(session.model)],
+        "beside_gradients": [] if window.empty else [p.grad for p in update.beside(session.model)],
         "optimizer": update.optimizer.state_dict(),
         "scaler": update.scaler.state_dict() if update.scaler is not None else {},
         "average": update.average.state_dict() if isinstance(update.average, Resumable) else {},
@@ -44,7 +44,7 @@ def put_back(session: Session, state: Mapping[str, Any]) -> None:
     """The opposite of `state_of`, the random state excepted: that is for the last moment before the first batch."""
     update = session.update
     load_own_state(session.model, state["model"])
-    for parameter, value in zip(update.beside_model(), state.get("beside_model", []), strict=False):
+    for parameter, value in zip(update.beside(session.model), state.get("beside_model", []), strict=False):
         parameter.detach().copy_(value)
     update.optimizer.load_state_dict(state["optimizer"])
     if update.scaler is not None and state["scaler"]:
@@ -55,7 +55,7 @@ def put_back(session: Session, state: Mapping[str, Any]) -> None:
     parameters = {own_name(name): parameter for name, parameter in session.model.named_parameters()}
     for name, gradient in state["gradients"].items():
         parameters[name].grad = gradient.to(parameters[name].device)
-    for parameter, gradient in zip(update.beside_model(), state.get("beside_gradients", []), strict=False):
+    for parameter, gradient in zip(update.beside(session.model), state.get("beside_gradients", []), strict=False):
         parameter.grad = gradient.to(parameter.device) if gradient is not None else None
     session.statistics._kept = [t.to(session.device) for t in state["kept_statistics"]]
     session.set_counts(state["counts"])

@@ -83,10 +83,10 @@ class Update:
         found = [p for group in self.optimizer.param_groups for p in group["params"]]
         return sorted(found, key=lambda p: self._order.get(id(p), len(self._order)))
 
-    def beside_model(self) -> list[nn.Parameter]:
+    def beside(self, model: nn.Module) -> list[nn.Parameter]:
         """What the optimizer holds and the model does not (a criterion's weights), in the order of its groups."""
-        held = [p for group in self.optimizer.param_groups for p in group["params"]]
-        return [p for p in held if id(p) not in self._order]
+        own = {id(p) for p in model.parameters()}
+        return [p for group in self.optimizer.param_groups for p in group["params"] if id(p) not in own]
 
     def gradients(self) -> list[Tensor]:
         return [p.grad for p in self.parameters() if p.grad is not None]
@@ -107,7 +107,7 @@ class Update:
     def _leave_out_frozen(self) -> None:
         """A parameter that was frozen inside the window gets no update from what came before."""
         for parameter in self.parameters():
-            if not parameter.requires_grad and not self.keep_gradients():
+            if parameter.grad is not None and not parameter.requires_grad and not self.keep_gradients():
                 parameter.grad = None
 
     def _checked(self, window: Window, unscale: bool = True) -> Outcome:
