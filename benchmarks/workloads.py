@@ -69,10 +69,10 @@ def blocks(
             optimizer.step()
             optimizer.zero_grad()
         return {"seconds": time.perf_counter() - began}
-    accel = Accelerated(model, optimizer, planned=True, precision=precision, cache_dir=folder / "cache")
+    accel = Accelerated(model, optimizer, tunes=True, precision=precision, cache_dir=folder / "cache")
     for update in range(updates):
         x = batches[update % 4]
-        accel.plan(lambda x=x: model(x).square().mean(), updates - update, x.shape)  # type: ignore[misc]
+        accel.tune(lambda x=x: model(x).square().mean(), updates - update, x.shape)  # type: ignore[misc]
         with accel.forward(x) as x:
             loss = model(x).square().mean()
         accel.backward(loss, weight=32)

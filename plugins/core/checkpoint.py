@@ -91,6 +91,22 @@ def clean_key(key: str) -> str:
     return key.replace("_orig_mod.", "").removeprefix("module.")
 
 
+def own_name(name: str) -> str:
+    """A bare model's name of a parameter, without what `torch.compile` of a part of it put in between."""
+    return name.replace("_orig_mod.", "")
+
+
+def own_state(model: torch.nn.Module) -> dict[str, Any]:
+    """The model's state dict under its own names."""
+    return {own_name(name): value for name, value in model.state_dict().items()}
+
+
+def load_own_state(model: torch.nn.Module, state: Mapping[str, Any]) -> None:
+    """The opposite of `own_state`, whatever of the model is compiled now."""
+    here = {own_name(name): name for name in model.state_dict()}
+    model.load_state_dict({here.get(name, name): value for name, value in state.items()})
+
+
 def unwrap(model: torch.nn.Module) -> torch.nn.Module:
     """The host's own module inside DistributedDataParallel and an `OptimizedModule`."""
     while True:

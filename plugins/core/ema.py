@@ -1,7 +1,7 @@
 """Exponential moving average of a model's weights, moved once an update and only by updates that happened.
 
-Parameters are averaged, tied parameters once. Floating buffers are averaged (BatchNorm's running statistics then
-belong to the averaged weights); integer buffers are copied.
+Parameters are averaged, tied parameters once. Floating and complex buffers are averaged (BatchNorm's running
+statistics then belong to the averaged weights); integer buffers are copied.
 """
 
 from __future__ import annotations
@@ -13,28 +13,36 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from plugins.core.checkpoint import own_name
+
 
 class EMA:
     """Shadow of a model: `shadow = decay * shadow + (1 - decay) * live`, at `decay` in (0, 1).
 
-    With `ramp` the n-th update has the decay (1 + n) / (10 + n) until that reaches `decay`, so that a short run
-    is not ruled by its starting weights.
+    Args:
+        model: the model to average; its tensors stay where they are.
+        decay: in (0, 1).
+        ramp: the n-th update has the decay (1 + n) / (10 + n) until that reaches `decay`, so that a short run is not
+            ruled by its starting weights.
+        wide: averages of half-precision weights are kept in fp32. In bf16, which has 8 bits, a step of 1 - decay =
+            0.001 is rounded away and the average never moves.
     """
 
-    def __init__(self, model: nn.Module, decay: float, ramp: bool = True) -> None:
+    def __init__(self, model: nn.Module, decay: float, ramp: bool = True, wide: bool = False) -> None:
         self.decay, self.ramp, self.updates = decay, ramp, 0
         self._inside = False
+        self._narrow: dict[str, Tensor] = {}  # live values of wider averages, while the model holds those
         self._live = _tensors(model)
-        self._shadow = {name: tensor.detach().clone() for name, tensor in self._live.items()}
+        self._shadow = {name: _copy(tensor, wide) for name, tensor in self._live.items()}
 
     @torch.no_grad()
     def update(self) -> None:
         self.updates += 1
         decay = min(self.decay, (1 + self.updates) / (10 + self.updates)) if self.ramp else self.decay
-        pairs = [(self._shadow[n], t.detach()) for n, t in self._live.items() if t.is_floating_point()]
-        torch._foreach_lerp_([s for s, _ in pairs], [t for _, t in pairs], 1 - decay)
+        averaged = {n: t.detach().to(self._shadow[n].dtype) for n, t in self._live.items() if _averages(t)}
+        torch._foreach_lerp_([self._shadow[name] for name in averaged], list(averaged.values()), 1 - decay)
         for name, tensor in self._live.items():
-            if not tensor.is_floating_point():
+            if name not in averaged:
                 self._shadow[name].copy_(tensor)
 
     @contextmanager
@@ -62,10 +70,17 @@ class EMA:
 
     @torch.no_grad()
     def _swap(self) -> None:
+        """Values change places, one tensor after the other; a wider average stays, and only lends its value."""
         for name, tensor in self._live.items():
-            kept = tensor.detach().clone()
-            tensor.copy_(self._shadow[name])
-            self._shadow[name].copy_(kept)
+            shadow, now = self._shadow[name], tensor.detach().clone()
+            if shadow.dtype == tensor.dtype:
+                tensor.copy_(shadow)
+                shadow.copy_(now)
+            elif self._inside:
+                tensor.copy_(self._narrow.pop(name))
+            else:
+                self._narrow[name] = now
+                tensor.copy_(shadow)
         self._inside = not self._inside
 
     @torch.no_grad()
@@ -102,6 +117,15 @@ class EMA:
             self._shadow[name].copy_(tensor)
 
 
+def _averages(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _copy(tensor: Tensor, wide: bool) -> Tensor:
+    half = wide and tensor.dtype in (torch.float16, torch.bfloat16)
+    return tensor.detach().to(torch.float32 if half else tensor.dtype, copy=True)
+
+
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
     """Parameters and buffers by name; a tied one under its first name only."""
     seen: set[int] = set()
@@ -109,5 +133,5 @@ def _tensors(model: nn.Module) -> dict[str, Tensor]:
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if id(tensor) not in seen:
             seen.add(id(tensor))
-            found[name] = tensor
+            found[own_name(name)] = tensor
     return found

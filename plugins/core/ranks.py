@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from plugins.core import devices
 
@@ -45,7 +45,8 @@ def from_first(value: int, device: torch.device) -> int:
     return int(told)
 
 
-def same_start(model: nn.Module) -> None:
+def same_start(held: nn.Module | Iterable[Tensor]) -> None:
     """Rank 0's weights and buffers on every rank."""
-    for tensor in [*model.parameters(), *model.buffers()]:
+    tensors = [*held.parameters(), *held.buffers()] if isinstance(held, nn.Module) else held
+    for tensor in tensors:
         dist.broadcast(tensor.detach(), src=0)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import io
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from plugins.core.checkpoint import on_cpu, write_atomically
+from plugins.core.checkpoint import on_cpu, own_state, write_atomically
 from plugins.errors import AccelError
+
+if TYPE_CHECKING:
+    from plugins.core.session import Session
 
 SCHEMA = 1
 STATE = {  # at least; and of which kind
@@ -19,9 +22,15 @@ STATE = {  # at least; and of which kind
 }  # fmt: skip
 
 
-def write(path: Path, state: dict[str, Any]) -> None:
+def save(path: Path, session: Session, scheduler: Any, **more: Any) -> None:
+    """Write everything that a bit-for-bit resume needs, atomically, and `more` beside it."""
+    state = {**session.state_dict(), "kinds": kinds(session.update.optimizer, scheduler), **more}
+    if scheduler is not None:
+        state["scheduler"] = scheduler.state_dict()
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, lambda file: torch.save({"accel": SCHEMA, **on_cpu(state)}, file))
+    if str(path) not in session.report.checkpoints:
+        session.report.checkpoints.append(str(path))
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -45,11 +54,14 @@ def kinds(optimizer: torch.optim.Optimizer, scheduler: Any) -> dict[str, str]:
     return {"optimizer": type(optimizer).__name__, "schedule": type(scheduler).__name__ if scheduler else "none"}
 
 
-def refuse_other(
-    path: Path, state: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any = None
-) -> None:
-    """Raises AccelError where the state is one of another model, optimizer or schedule than these."""
-    here, there = model.state_dict(), state["model"]
+def belonging(path: Path, session: Session, scheduler: Any) -> dict[str, Any]:
+    """The state in `path`, which is one of this run's model, optimizer, average and schedule.
+
+    Raises:
+        AccelError: a missing, damaged or foreign file, or one of another model, optimizer, average or schedule.
+    """
+    state, model, optimizer = read(path), session.model, session.update.optimizer
+    here, there = own_state(model), state["model"]
     odd = next((name for name in {**here, **there} if _shape(here, name) != _shape(there, name)), None)
     if odd is not None:
         raise AccelError(f"{path}: of another model: {odd} is {_shape(there, odd)} there, {_shape(here, odd)} here")
@@ -58,6 +70,17 @@ def refuse_other(
             raise AccelError(f"{path}: saved with another {name} than this run's: {saved} there, {kind} here")
     if why := _other_optimizer(state["optimizer"], optimizer):
         raise AccelError(f"{path}: saved with another optimizer than {type(optimizer).__name__}: {why}")
+    beside = [list(parameter.shape) for parameter in session.update.beside(model)]
+    saved_beside = [list(value.shape) for value in state.get("beside_model", [])]
+    if "beside_model" in state and saved_beside != beside:
+        raise AccelError(
+            f"{path}: of other parameters that the optimizer holds beside the model: {saved_beside} there, "
+            f"{beside} here"
+        )
+    if bool(state["average"]) != (session.update.average is not None):
+        saved_how = "with" if state["average"] else "without"
+        raise AccelError(f"ema={session.config.ema}: {path} was saved {saved_how} an EMA; resume with the same setting")
+    return state
 
 
 def check_plain(extra: dict[str, Any]) -> None:

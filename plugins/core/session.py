@@ -126,7 +126,13 @@ class Session:
         except BaseException:
             self.end()
             raise
+        self._cache = cache
         self.planner = Planner(self, model, device, self._start, cache, self.compilation)
+
+    def open_plan(self, start: Start) -> None:
+        """Begin with another plan than was said, before the first micro-batch."""
+        self._start = start
+        self.planner = Planner(self, self.model, self.device, start, self._cache, self.compilation)
 
     def describe_window(self, micro_batch: int) -> None:
         """Tell the report the sizes in force (again after a host changed its batch)."""
@@ -195,6 +201,11 @@ class Session:
         return self.account.updates
 
     def micro_batch(self, samples: int, expected: int | None = None) -> None:
+        self.arrived(expected)
+        self.count(samples)
+
+    def arrived(self, expected: int | None = None) -> None:
+        """A micro-batch came from the loader; it is counted by `count`, once it is sure that it has a backward."""
         first = self.window.empty
         self.meter.arrived(first)
         if first:
@@ -202,6 +213,9 @@ class Session:
             self.compilation.preallocate()  # what a host dropped: after a skipped step, or an error
             if expected is not None and self.window.size is None:
                 self.window.expected = expected
+
+    def count(self, samples: int) -> None:
+        """A micro-batch of so many samples enters the window."""
         self.window.count(samples)
         self.report.window.micro_batches += 1
 
@@ -228,12 +242,17 @@ class Session:
         self.statistics.apply(self.window.expected)
 
     def close(self) -> Outcome | None:
-        if self.window.empty:
-            return None
+        return None if self.window.empty else self.join()
+
+    def join(self) -> Outcome | None:
+        """Close the window, or take part in the update of other ranks that have one; None where no rank has."""
         self._before_update()
         with self._statistics_kept():
             outcome = self.update.step(self.window)
-        self.closed(outcome)
+        if outcome is not None:
+            self.closed(outcome)
+        else:
+            self.window.close()
         return outcome
 
     def use(self, optimizer: torch.optim.Optimizer, scaler: Any, clip_norm: float | None) -> None:

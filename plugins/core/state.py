@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from plugins.config import AccelConfig
 from plugins.core.account import Account
 from plugins.core.batchnorm import Statistics
-from plugins.core.checkpoint import random_state
+from plugins.core.checkpoint import load_own_state, own_name, own_state, random_state
 from plugins.core.planner import Planner
 from plugins.core.update import Resumable, Update
 from plugins.core.window import Window
@@ -59,7 +59,8 @@ class RunState:
         average = update.average if isinstance(update.average, Resumable) else None
         self._parts: dict[str, Part] = {  # in the order in which they are put back
             "config": _Settings(config),
-            "model": _Named("model", model),
+            "model": _Model(model),
+            "beside_model": _BesideModel(model, update, window),
             "optimizer": _Named("optimizer", update.optimizer),
             "scaler": _Named("scaler", update.scaler),
             "average": _Named("average", average),
@@ -74,8 +75,8 @@ class RunState:
         """The state without fields that a host's own checkpoint holds.
 
         Args:
-            fields: of `config`, `model`, `optimizer`, `scaler`, `average`, `window`, `gradients` (with the statistics
-                of an open window), `counts`, `plan` (with its switches) and `random`.
+            fields: of `config`, `model`, `beside_model`, `optimizer`, `scaler`, `average`, `window`, `gradients` (with
+                the statistics of an open window), `counts`, `plan` (with its switches) and `random`.
 
         Raises:
             KeyError: there is no such field.
@@ -106,14 +107,49 @@ class _Named:
         self.name, self.part = name, part
 
     def state_dict(self) -> dict[str, Any]:
-        state = self.part.state_dict() if self.part is not None else {}
-        if isinstance(self.part, nn.Module):
-            state = {name: value.detach() if isinstance(value, Tensor) else value for name, value in state.items()}
-        return {self.name: state}
+        return {self.name: self.part.state_dict() if self.part is not None else {}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if self.part is not None and state.get(self.name):
             self.part.load_state_dict(state[self.name])
+
+
+class _Model:
+    """Its weights, by its own names: without what compile puts in front."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def state_dict(self) -> dict[str, Any]:
+        state = own_state(self.model)
+        return {
+            "model": {name: value.detach() if isinstance(value, Tensor) else value for name, value in state.items()}
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if state.get("model"):
+            load_own_state(self.model, state["model"])
+
+
+class _BesideModel:
+    """Parameters that the optimizer holds and the model does not (a criterion's), with an open window's gradients."""
+
+    def __init__(self, model: nn.Module, update: Update, window: Window) -> None:
+        self.model, self.update, self.window = model, update, window
+
+    def state_dict(self) -> dict[str, Any]:
+        parameters = self.update.beside(self.model)
+        return {
+            "beside_model": [p.detach() for p in parameters],
+            "beside_gradients": [] if self.window.empty else [p.grad for p in parameters],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        parameters = self.update.beside(self.model)
+        for parameter, value in zip(parameters, state.get("beside_model", []), strict=False):
+            parameter.detach().copy_(value)
+        for parameter, gradient in zip(parameters, state.get("beside_gradients", []), strict=False):
+            parameter.grad = gradient.to(parameter.device) if gradient is not None else None
 
 
 class _OpenWindow:
@@ -125,11 +161,12 @@ class _OpenWindow:
     def state_dict(self) -> dict[str, Any]:
         if self.window.empty:
             return {"gradients": {}, "kept_statistics": []}
-        gradients = {n: p.grad.detach() for n, p in self.model.named_parameters() if p.grad is not None}
+        named = self.model.named_parameters()
+        gradients = {own_name(n): p.grad.detach() for n, p in named if p.grad is not None}
         return {"gradients": gradients, **self.statistics.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        parameters = dict(self.model.named_parameters())
+        parameters = {own_name(name): parameter for name, parameter in self.model.named_parameters()}
         for name, gradient in state.get("gradients", {}).items():
             parameters[name].grad = gradient.to(parameters[name].device)
         self.statistics.load_state_dict(state)

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from plugins.core.window import ALL, Window, scale_
+from plugins.core.window import ALL, Window, over_ranks, scale_
 from plugins.errors import AccelError
 
 
@@ -83,14 +83,34 @@ class Update:
         found = [p for group in self.optimizer.param_groups for p in group["params"]]
         return sorted(found, key=lambda p: self._order.get(id(p), len(self._order)))
 
+    def beside(self, model: nn.Module) -> list[nn.Parameter]:
+        """What the optimizer holds and the model does not (a criterion's weights), in the order of its groups."""
+        own = {id(p) for p in model.parameters()}
+        return [p for group in self.optimizer.param_groups for p in group["params"] if id(p) not in own]
+
     def gradients(self) -> list[Tensor]:
         return [p.grad for p in self.parameters() if p.grad is not None]
 
     def prepare(self, window: Window, unscale: bool = True) -> Outcome:
         """Average over ranks, unscale, rescale, check, clip. The only host-device sync of an update is the norm."""
-        self._drop_frozen()
-        if self.sync:  # before unscaling, so that an inf of one rank lowers the scale of all
-            _average_over_ranks(self.parameters())
+        self._reduce(window)
+        return self._checked(window, unscale)
+
+    def _reduce(self, window: Window) -> bool:
+        """Average over ranks, where that is ours; whether there is anything to update with."""
+        self._leave_out_frozen()
+        if not self.sync:
+            return True
+        # Before unscaling, so that an inf of one rank lowers the scale of all.
+        return average_over_ranks(self.parameters(), not window.empty)
+
+    def _leave_out_frozen(self) -> None:
+        """A parameter that was frozen inside the window gets no update from what came before."""
+        for parameter in self.parameters():
+            if parameter.grad is not None and not parameter.requires_grad and not self.keep_gradients():
+                parameter.grad = None
+
+    def _checked(self, window: Window, unscale: bool = True) -> Outcome:
         if unscale and self._scaled:
             self.scaler.unscale_(self.optimizer)
         self._rescale(window)
@@ -112,9 +132,15 @@ class Update:
         if outcome.stepped and self.average is not None:
             self.average.update()
 
-    def step(self, window: Window) -> Outcome:
-        """The whole update. A non-finite gradient leaves weights, optimizer state and average untouched."""
-        outcome = self.prepare(window)
+    def step(self, window: Window) -> Outcome | None:
+        """The whole update; None where no rank has a micro-batch for it.
+
+        A non-finite gradient leaves weights, optimizer state and average untouched.
+        """
+        if not self._reduce(window):
+            self.zero()
+            return None
+        outcome = self._checked(window)
         if self._scaled:
             # A finite norm means that the scaler found no inf either; update() lowers the scale where it did.
             if outcome.stepped:
@@ -129,12 +155,6 @@ class Update:
     def zero(self) -> None:
         self.optimizer.zero_grad(set_to_none=not self.keep_gradients())
 
-    def _drop_frozen(self) -> None:
-        """What was frozen in the middle of a window does not move for what it gathered before."""
-        for parameter in self.parameters():
-            if not parameter.requires_grad:
-                parameter.grad = None
-
     @property
     def _scaled(self) -> bool:
         """A scaler that meets no gradient at all has checked nothing, and refuses to step."""
@@ -146,22 +166,41 @@ class Update:
             scale_([p.grad for p in members if p.grad is not None], factor)
 
 
-def _average_over_ranks(parameters: list[nn.Parameter]) -> None:
+def average_over_ranks(parameters: list[nn.Parameter], takes_part: bool = True) -> bool:
     """One all-reduce of all gradients: the mean over ranks, as DistributedDataParallel would give.
 
     A parameter that a rank did not reach in its window adds zeros there; one that no rank reached keeps no gradient.
+
+    Args:
+        parameters: the same on every rank.
+        takes_part: whether this rank has a micro-batch; one that has run out of them adds zeros to the others'.
+
+    Returns:
+        Whether any rank takes part.
+
+    Raises:
+        AccelError: another rank has left the run, or a gradient is sparse.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
-        return
+        return takes_part
     trainable = [p for p in parameters if p.requires_grad]
-    reached = torch.tensor([p.grad is not None for p in trainable])
-    pieces = [(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in trainable]
+    if any(p.grad is not None and p.grad.is_sparse for p in trainable):
+        raise AccelError("a sparse gradient (Embedding with sparse=True): not over several ranks; use sparse=False")
+    reached = torch.tensor([*(p.grad is not None for p in trainable), takes_part])
+    pieces = [_real(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in trainable]
     flat = torch.cat([*pieces, reached.to(pieces[0])])
-    dist.all_reduce(flat)
-    *means, ranks = (flat / dist.get_world_size()).split([*(p.numel() for p in trainable), len(trainable)])
+    over_ranks(flat)
+    *means, ranks = (flat / dist.get_world_size()).split([*(p.numel() for p in pieces), len(reached)])
     anywhere = reached.tolist() if bool(reached.all()) else (ranks > 0).tolist()
-    for parameter, mean, found in zip(trainable, means, anywhere, strict=True):
+    for parameter, mean, found in zip(trainable, means, anywhere, strict=False):
         if found:
             if parameter.grad is None:
                 parameter.grad = torch.empty_like(parameter)
-            parameter.grad.copy_(mean.view_as(parameter))
+            real = _real(parameter.grad)
+            real.copy_(mean.view_as(real))
+    return bool(anywhere[-1])
+
+
+def _real(tensor: Tensor) -> Tensor:
+    """A complex tensor as the pairs of numbers that it is."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor

@@ -29,6 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from plugins.core.devices import collective_device, has_float64
+from plugins.errors import AccelError
 
 Scalar = Tensor | float
 ALL = ""  # the group that holds every parameter, where a host has only one
@@ -227,8 +228,24 @@ def _over_ranks(totals: _Totals) -> _Totals:
             torch.tensor(totals.images, dtype=torch.float64, device=device),
         ]
     )
-    dist.all_reduce(both)
+    over_ranks(both)
     return _Totals(both[0], int(both[1].item()), totals.scaled, totals.floor)
+
+
+def over_ranks(tensor: Tensor) -> None:
+    """Sum over ranks, in place.
+
+    Raises:
+        AccelError: another rank does not answer.
+    """
+    try:
+        dist.all_reduce(tensor)
+    except RuntimeError as error:  # torch's own text is several lines, with a stack
+        why = str(error).strip().splitlines()[0][:120] if str(error).strip() else type(error).__name__
+        raise AccelError(
+            "another rank has left the run, or has had another number of batches: call flush() on every rank after the "
+            f"last batch ({why})"
+        ) from None
 
 
 def _power_of_two(value: Scalar) -> Scalar:

@@ -58,7 +58,7 @@ class Run:
             schedule=optim.schedule(self.settings),
             host_clip_norm=self.settings.grad_clip,
             dims=(3,),
-            planned=True,
+            tunes=True,
             host="easyocr",
             say=say if self.first else lambda line: None,
             config=config,
@@ -175,7 +175,7 @@ class Run:
         if not len(batch):
             return self._nothing()
         left = (self.settings.num_iter - accel.updates) * accel.accumulate
-        accel.plan(self._trial(batch), left, batch.images.shape)
+        accel.tune(self._trial(batch), left, batch.images.shape)
         with accel.forward(batch.images, padding=batch.padding * batch.images.shape[2]) as images:
             batch.images = images
         return accel.backward(self._losses(batch), weight=len(batch))
@@ -190,7 +190,7 @@ class Run:
 
     def _loss(self, part: MicroBatch) -> Tensor:
         """The network in the caller's autocast; CTC leaves it."""
-        logits = read(self.model, self.accel.moved(part.images))
+        logits = read(self.model, self.accel.place(part.images))
         return ctc_loss(logits, part.classes.to(self.accel.device), part.lengths)
 
     def _trial(self, batch: MicroBatch) -> Callable[[], Tensor]:

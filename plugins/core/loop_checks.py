@@ -1,0 +1,71 @@
+"""What a hand-written loop cannot be given, each in one line, before anything is trained."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.nn.parameter import is_lazy
+
+from plugins.errors import AccelError
+
+
+def bare_module(model: nn.Module) -> nn.Module:
+    """The module inside `torch.compile(model)` and DataParallel, whose names the checkpoint has.
+
+    Raises:
+        AccelError: DistributedDataParallel or FSDP around it.
+    """
+    while True:
+        if isinstance(model, DistributedDataParallel):
+            raise AccelError("model=DistributedDataParallel: give the bare module; gradients are reduced here")
+        if type(model).__name__ == "FullyShardedDataParallel":
+            raise AccelError("model=FullyShardedDataParallel: not supported; give the bare module")
+        if "_orig_mod" in model._modules:  # what torch.compile gives; its class is slow to import
+            model = model._orig_mod  # type: ignore[assignment]
+        elif isinstance(model, DataParallel):
+            model = model.module
+        else:
+            return model
+
+
+def check_model(model: nn.Module) -> None:
+    """Raises AccelError on a model without parameters, or one whose parameters have no shape yet."""
+    name = type(model).__name__
+    if next(model.parameters(), None) is None:
+        raise AccelError(f"model={name}: has no parameters to train")
+    for what, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if is_lazy(tensor):
+            raise AccelError(f"model={name}: {what} has no shape yet (a lazy module); run one batch through it first")
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    """Raises AccelError on an optimizer that evaluates the loss itself, or whose parameters have no shape yet."""
+    name = type(optimizer).__name__
+    if "closure" in _needed(type(optimizer).step):
+        raise AccelError(
+            f"optimizer={name}: its step needs a closure that evaluates the loss again; use one that steps from "
+            "gradients (SGD, AdamW, ...)"
+        )
+    if any(is_lazy(parameter) for group in optimizer.param_groups for parameter in group["params"]):
+        raise AccelError(f"optimizer={name}: holds a parameter that has no shape yet; run one batch through it first")
+
+
+def check_schedule(scheduler: Any) -> None:
+    """Raises AccelError on a schedule that needs more than to be stepped (ReduceLROnPlateau: a metric)."""
+    if needed := _needed(type(scheduler).step):
+        raise AccelError(
+            f"schedule={type(scheduler).__name__}: its step needs {', '.join(needed)}; leave schedule out and step it "
+            "yourself, after validation"
+        )
+
+
+def _needed(function: Callable[..., Any]) -> list[str]:
+    """Arguments without a default, `self` apart."""
+    plain = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    parameters = list(inspect.signature(function).parameters.values())[1:]
+    return [p.name for p in parameters if p.default is inspect.Parameter.empty and p.kind in plain]
