@@ -4,7 +4,7 @@ Two groups of patches. `entry` stays while the callback is in the trainer, becau
 `train()` or `evaluate()` begins: `train`, `_inner_training_loop`, `_get_dataloader`, `evaluation_loop`. `run` holds
 for one run and is undone at its end and on an exception: `compute_loss`, `training_step`, `get_batch_samples`,
 `_get_num_items_in_batch`, `prediction_step`, `_clip_grad_norm`, `_get_grad_norm`, `save_model`,
-`_save_checkpoint`, `_run_epoch`, `loss_is_scaled_for_ga`, `compute_loss_context_manager`.
+`_save_checkpoint`, `_run_epoch`, `compute_loss_context_manager`.
 """
 
 from __future__ import annotations
@@ -92,7 +92,9 @@ class Adapter:
         compute_loss = self.trainer.compute_loss
         patches.method("compute_loss", self._compute_loss)
         patches.method("_get_num_items_in_batch", self._get_num_items_in_batch)
-        patches.method("prediction_step", lambda o, *a, **k: self.losses.prediction_step(o, compute_loss, *a, **k))
+        patches.method(
+            "prediction_step", lambda o, *a, **k: self.losses.evaluation.prediction_step(o, compute_loss, *a, **k)
+        )
 
     def _install_run(self, saving: Saving) -> None:
         patches, windows = self.run, self.windows
@@ -105,7 +107,6 @@ class Adapter:
         patches.method("_save_checkpoint", saving.save_checkpoint)
         patches.method("_run_epoch", self._run_epoch)
         patches.method("compute_loss_context_manager", self._compute_loss_context)
-        patches.value("loss_is_scaled_for_ga", windows.host_scaled)
 
     def detach(self) -> None:
         """Take everything off the trainer."""
@@ -241,12 +242,12 @@ class Adapter:
 
     def _get_num_items_in_batch(self, original: Callable[..., Any], batches: list[Any], device: torch.device) -> Any:
         if self._evaluating or self.session is None:
-            return self.losses.evaluation_count(original, batches, device)
+            return self.losses.evaluation.number(original, batches, device)
         return self.windows.count(original, batches, device)
 
     def _compute_loss(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._evaluating or self.session is None:
-            return self.losses.evaluation_loss(original, *args, **kwargs)
+            return self.losses.evaluation.loss(original, *args, **kwargs)
         return self.windows.compute_loss(original, *args, **kwargs)
 
     # -- evaluation --------------------------------------------------------------------------------------------

@@ -31,7 +31,6 @@ class Windows:
         self.trainer, self.session, self.losses, self.layout, self.keep = trainer, session, losses, layout, keep
         self.micro_batches: list[Any] = []
         self.outcome: Any = None
-        self.host_scaled = trainer.loss_is_scaled_for_ga
         self._left = 0  # micro-batches of the window that are still to come
         self._begun = False
 
@@ -51,12 +50,7 @@ class Windows:
         if not losses.known and batches:
             self._set_problem_type(batches[0])
             losses.find_rule(batches, self.layout.compute_loss)
-        elif batches:
-            losses.check_rule(batches, self.layout.compute_loss)
-        found = losses.begin_window(original, batches, device)
-        # the host divides a loss by K unless it is told that it is scaled already
-        self.trainer.loss_is_scaled_for_ga = True if losses.weighs else self.host_scaled
-        return found
+        return losses.begin_window(original, batches, device)
 
     def _set_problem_type(self, batch: Any) -> None:
         """Heads write it into their config in the first forward, which would make the compiler start again."""
@@ -76,7 +70,7 @@ class Windows:
         if first:
             self._plan(model, inputs, main)
         with self.losses.micro_batch():
-            loss = original(model, inputs, *args, **kwargs)
+            loss = self.losses.scaling.logged(original(model, inputs, *args, **kwargs))
         self._left -= 1
         if self._left:
             session.idle()
@@ -86,7 +80,11 @@ class Windows:
         """At a window's start; `main` is the input whose shape names the work."""
         session = self.session
         if main is None or not self.losses.weighs:
-            why = "losses are left to the host" if main is not None else f"no input is one of {', '.join(INPUTS)}"
+            why = (
+                "the loss is the user's own, or left to the host"
+                if main is not None
+                else f"no input is one of {', '.join(INPUTS)}"
+            )
             session.planner.measure_nothing(why)
         model.train()
         session.training_mode()
@@ -104,6 +102,7 @@ class Windows:
 
     def get_grad_norm(self, original: Callable[..., Any], model: Any, grad_norm: Any = None) -> Any:
         """The host asks for the norm once a window, after the last backward: the moment to put gradients right."""
+        self.losses.end_window()
         self.outcome = self.session.prepare()
         return self.outcome.norm
 
