@@ -38,6 +38,7 @@ class _Window:
 
     micro_batches: int = 0
     totals: dict[str, float] = field(default_factory=dict)
+    number: float = 0.0  # the host's own count of all terms
     counts: deque[int] = field(default_factory=deque)  # of a library's head, a micro-batch each
     given: list[tuple[Rule, dict[str, int | None]]] = field(default_factory=list)  # of a user's loss
     losses: list[tuple[int, Tensor]] = field(default_factory=list)  # (micro-batch from 1, loss)
@@ -112,6 +113,7 @@ class Losses:
             found = [[observing.count(kind, batch) for batch in batches] for kind in KINDS]
             sums = [float("nan") if None in counts else float(sum(counts)) for counts in found]  # type: ignore[arg-type]
             self._window.totals = dict(zip(KINDS, over_ranks(sums, device), strict=True))
+            self._window.number = float(number) if isinstance(number, Tensor) else float(number or 0)
             self._look(lambda evidence: evidence.agree(device))
         return number
 
@@ -200,8 +202,8 @@ class Losses:
 
     def _weight(self, rule: Rule, counts: dict[str, int | None]) -> float:
         window = self._window
-        if rule.way is Way.COUNTED:
-            return 1.0
+        if rule.way is Way.COUNTED:  # exact, but for a host that counts labels which the loss does not (GPT-2)
+            return window.number / window.totals[rule.kind] if rule.kind in window.totals else 1.0
         if rule.way is Way.SUM:
             return float(ranks())
         divided = (counts[rule.kind] or 0) * (window.micro_batches if rule.way is Way.SHARE else 1)

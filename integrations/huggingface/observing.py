@@ -119,7 +119,9 @@ FORMS: dict[str, tuple[Callable[[Any], Tensor], tuple[str, ...]]] = {
 
 OF_THE_HOST = "a quotient by the host's count"
 RULES: tuple[Rule, ...] = (
-    *(Rule(form, kind, way) for way in (Way.MEAN, Way.COUNTED, Way.SHARE) for form in FORMS for kind in FORMS[form][1]),
+    *(Rule(form, kind, Way.MEAN) for form in FORMS for kind in FORMS[form][1]),
+    *(Rule(form, FORMS[form][1][0], Way.COUNTED) for form in FORMS),
+    *(Rule(form, kind, Way.SHARE) for form in FORMS for kind in FORMS[form][1]),
     *(Rule(form, "samples", Way.SUM) for form in FORMS),
     Rule(OF_THE_HOST, "the host's", Way.COUNTED),
 )
