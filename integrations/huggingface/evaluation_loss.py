@@ -13,7 +13,8 @@ from integrations.huggingface import counting, observing
 from integrations.huggingface.counting import SUM
 from integrations.huggingface.evidence import Evidence, over_ranks, ranks
 from integrations.huggingface.finding import tolerance
-from integrations.huggingface.observing import OF_THE_HOST, RULES, Seen, Trace, Way, follow, watching
+from integrations.huggingface.following import Trace, follow
+from integrations.huggingface.observing import OF_THE_HOST, RULES, Seen, Way, watching
 from integrations.huggingface.probing import invisible_copy, take_rows
 
 

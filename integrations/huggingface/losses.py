@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -192,13 +193,17 @@ class Losses:
         counts = {kind: observing.count(kind, seen.batch) for kind in KINDS}
         rule = self.evidence().rule(window.totals)
         if rule is None:
-            as_it_is = seen.trace.used or says_scaled(self.trainer)
+            as_it_is = seen.trace.used or self._says_scaled
             return None if as_it_is else Share(1 / window.micro_batches, 1 / window.micro_batches)
         weight = self._weight(rule, counts)
         if window.given and window.given[-1][0] != rule:
             self._put_right(rule)
         window.given.append((rule, counts))
         return Share(weight, weight)
+
+    @cached_property
+    def _says_scaled(self) -> bool:
+        return says_scaled(self.trainer)
 
     def _weight(self, rule: Rule, counts: dict[str, int | None]) -> float:
         window = self._window

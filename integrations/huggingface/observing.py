@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from integrations.huggingface.counting import IGNORED, Counting
+from integrations.huggingface.following import Followed, Trace, bare, plain
 
 CHUNK = 1 << 24
 """Elements of logits that are looked at together: a vocabulary's logits are not copied as a whole."""
@@ -141,57 +142,6 @@ def count(kind: str, batch: Mapping[str, Any]) -> int | None:
         return None
 
 
-class Followed(Tensor):
-    """The host's count, as a tensor that notes the quotients it is the divisor of, and that it was used at all."""
-
-    traced: Trace
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = getattr(func, "__name__", "")
-        found = next((a for a in (*args, *(kwargs or {}).values()) if isinstance(a, cls)), None)
-        result = func(*bare(list(args)), **bare(kwargs or {}))
-        trace = getattr(found, "traced", None)
-        if trace is None or name == "__get__":
-            return result
-        trace.used = True
-        if name in {"to", "clamp", "clamp_min", "maximum", "max", "float", "double", "detach", "clone", "type_as"}:
-            return follow(result, trace) if isinstance(result, Tensor) and result.dim() == 0 else result
-        if "div" in name and isinstance(result, Tensor):
-            trace.quotients.append(result.detach().sum())  # a new tensor: a later change in place is not in it
-        return result
-
-
-@dataclass
-class Trace:
-    """What became of the host's count in one call."""
-
-    used: bool = False
-    quotients: list[Tensor] = field(default_factory=list)
-
-
-def follow(number: Any, trace: Trace) -> Any:
-    if not isinstance(number, Tensor) or number.dim():
-        return number
-    followed: Any = number.as_subclass(Followed)
-    followed.traced = trace
-    return followed
-
-
-def bare(values: Any) -> Any:
-    """Arguments with plain tensors in place of followed ones."""
-    if isinstance(values, dict):
-        return {name: _bare(value) for name, value in values.items()}
-    return [_bare(value) for value in values]
-
-
-def _bare(value: Any) -> Any:
-    if not isinstance(value, Followed):
-        return value
-    with torch._C.DisableTorchFunctionSubclass():
-        return value.as_subclass(Tensor)
-
-
 @dataclass
 class Seen:
     """One call of a user's loss: what went in, what the model gave, and what became of the host's count.
@@ -205,6 +155,7 @@ class Seen:
     number: Any = None
     trace: Trace = field(default_factory=Trace)
     outputs: list[Any] = field(default_factory=list)
+    _totals: dict[str, Tensor | None] = field(default_factory=dict)
 
     @property
     def labels(self) -> Tensor:
@@ -233,11 +184,13 @@ class Seen:
 
     def total(self, form: str) -> Tensor | None:
         """What the loss would add up to in this form; None where it does not apply."""
-        with torch.no_grad(), torch.autocast(self.device.type, enabled=False):
-            try:
-                return FORMS[form][0](self)
-            except Exception:
-                return None  # shapes or names that this form does not know
+        if form not in self._totals:
+            with torch.no_grad(), torch.autocast(self.device.type, enabled=False):
+                try:
+                    self._totals[form] = FORMS[form][0](self)
+                except Exception:
+                    self._totals[form] = None  # shapes or names that this form does not know
+        return self._totals[form]
 
     @property
     def device(self) -> torch.device:
@@ -253,7 +206,7 @@ def watching(model: Any, batch: Any, number: Any) -> Iterator[Seen]:
 
     def called(*args: Any, **kwargs: Any) -> Any:
         counted = any(isinstance(value, Followed) for value in kwargs.values())
-        outputs = (before or model._call_impl)(*args, **(bare(kwargs) if counted else kwargs))
+        outputs = (before or model._call_impl)(*args, **(plain(kwargs) if counted else kwargs))
         seen.outputs.append(outputs)
         if counted and "labels" in kwargs:  # without them the model makes no loss of the count
             seen.trace.used = True
@@ -281,9 +234,8 @@ def errors(loss: Tensor, seen: Seen, rules: list[Rule], micro_batches: int, rank
     """
     loss = loss.detach().double()
     found: dict[Rule, Tensor] = {}
-    totals: dict[str, Tensor | None] = {}
     counts: dict[str, int | None] = {}
-    number = _bare(seen.number)
+    number = bare(seen.number)
     for rule in rules:
         if rule.form == OF_THE_HOST:
             quotients = [q.double() * by for q in seen.trace.quotients for by in {1, ranks}]
@@ -292,11 +244,9 @@ def errors(loss: Tensor, seen: Seen, rules: list[Rule], micro_batches: int, rank
             continue
         if rule.way is Way.COUNTED and (number is None or not seen.trace.used):
             continue
-        if rule.form not in totals:
-            totals[rule.form] = seen.total(rule.form)
         if rule.kind not in counts:
             counts[rule.kind] = count(rule.kind, seen.batch)
-        total, terms = totals[rule.form], counts[rule.kind]
+        total, terms = seen.total(rule.form), counts[rule.kind]
         if total is None or terms is None:
             continue
         total = total.double()

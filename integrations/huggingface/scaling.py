@@ -68,10 +68,13 @@ class Scaling:
             usual = whole | divided
             if own and not bool(usual.all()):
                 self.odd()
-            right = torch.where(usual, unit * share.gradient, gradient * (share.gradient * micro_batches))
+            whole_share = unit * share.gradient
             told = share.log / share.gradient if share.gradient else 1.0
-            self._logged = (right / gradient).detach().reshape(-1)[0] * told
-            return right
+            factor = torch.where(
+                usual, whole_share / gradient, torch.full_like(gradient, share.gradient * micro_batches)
+            )
+            self._logged = factor.detach().reshape(-1)[0] * told
+            return torch.where(usual, whole_share, gradient * factor)
 
         loss.register_hook(arrives)
 
