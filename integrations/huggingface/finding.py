@@ -27,13 +27,9 @@ class Finding(Enum):
     HOST = "the host's own way"
 
 
-def of_the_user(trainer: Any) -> str:
-    """What of the loss the user wrote; empty where nothing but the model may be their own."""
-    if own_method(trainer, "compute_loss"):
-        return "compute_loss"
-    if trainer.compute_loss_func is not None:
-        return "compute_loss"
-    return ""
+def of_the_user(trainer: Any, compute_loss: Any) -> bool:
+    """True where the user wrote the loss, and not only, perhaps, the model."""
+    return own_method(compute_loss, "compute_loss") or trainer.compute_loss_func is not None
 
 
 def find_rule(
@@ -44,7 +40,7 @@ def find_rule(
     own_loss = "_loss_function" in vars(counting.base(model))
     smoother = trainer.label_smoother
     own_smoother = smoother is not None and not type(smoother).__module__.startswith("transformers.")
-    if of_the_user(trainer) or own_loss or own_smoother:
+    if of_the_user(trainer, compute_loss) or own_loss or own_smoother:
         return Finding.OBSERVED, None, ()
     rule = counting.for_model(model, dict(batches[0]), smoother is not None and "labels" in batches[0])
     sharded = str(getattr(trainer.accelerator, "distributed_type", "")).split(".")[-1] in ("FSDP", "DEEPSPEED")

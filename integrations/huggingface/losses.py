@@ -64,6 +64,7 @@ class Losses:
             trainer, lambda: approximate("training_step scales the loss by a factor of its own, which stays")
         )
         self.evaluation = EvaluationLoss(self)
+        self._compute_loss: Any = None  # the trainer's own, without the plug's
         self._evidence: Evidence | None = None
         self._window = _Window()
         self._count: int | None = None  # of the micro-batch at hand, for a library's head
@@ -93,6 +94,7 @@ class Losses:
         if self.trainer.args.n_gpu > 1:
             self._leave("DataParallel replicas: start one process a device with torchrun")
             return
+        self._compute_loss = compute_loss
         self.finding, self.rule, inexact = find_rule(self.trainer, batches, compute_loss)
         for term in inexact:
             self.approximate(term)
@@ -135,12 +137,12 @@ class Losses:
         return None
 
     @contextmanager
-    def micro_batch(self) -> Iterator[None]:
+    def micro_batch(self, training_step: Any) -> Iterator[None]:
         """Around a training step, which may ask for the loss more than once (adversarial training)."""
         self._window.at += 1
         self._count = self._window.counts.popleft() if self._window.counts else None
         self._inside = True
-        self.scaling.begin()
+        self.scaling.begin(training_step)
         try:
             yield
         finally:
@@ -203,7 +205,7 @@ class Losses:
 
     @cached_property
     def _says_scaled(self) -> bool:
-        return says_scaled(self.trainer)
+        return says_scaled(self.trainer, self._compute_loss)
 
     def _weight(self, rule: Rule, counts: dict[str, int | None]) -> float:
         window = self._window
@@ -235,7 +237,8 @@ class Losses:
         before = bool(evidence.possible)
         at(evidence)
         if before and not evidence.possible:
-            what = of_the_user(self.trainer) or f"the loss of {type(counting.base(self.trainer.model)).__name__}"
+            model = type(counting.base(self.trainer.model)).__name__
+            what = "compute_loss" if of_the_user(self.trainer, self._compute_loss) else f"the loss of {model}"
             first = self._windows == 1 or (self._windows == 2 and not self._window.at)
             reason = (
                 f"{what} hides how many terms its mean has"

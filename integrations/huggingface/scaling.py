@@ -44,10 +44,12 @@ class Scaling:
     def __init__(self, trainer: Any, odd: Callable[[], None]) -> None:
         self.trainer, self.odd = trainer, odd
         self._logged: Tensor | float = 1.0
+        self._own_step = False
 
-    def begin(self) -> None:
-        """A training step begins."""
+    def begin(self, training_step: Any) -> None:
+        """A training step begins; the trainer's own, without the plug's."""
         self._logged = 1.0
+        self._own_step = own_method(training_step, "training_step")
 
     def logged(self, loss: Any) -> Any:
         """What the training step returned, for the log: corrected as its gradient was."""
@@ -58,7 +60,7 @@ class Scaling:
         if not loss.requires_grad:
             return
         scaler = self.trainer.accelerator.scaler
-        own = own_method(self.trainer, "training_step")
+        own = self._own_step
 
         def arrives(gradient: Tensor) -> Tensor:
             plain = torch.ones_like(gradient)
@@ -79,29 +81,28 @@ class Scaling:
         loss.register_hook(arrives)
 
 
-def own_method(trainer: Any, name: str) -> bool:
-    """True where a subclass, or the user on this very trainer, brings a method of the host's."""
+def own_method(method: Any, name: str) -> bool:
+    """True where a method of a trainer is not the host's: of a subclass, or put on the trainer itself."""
     from transformers import Trainer
 
-    method = getattr(trainer, name)
-    while hasattr(method, "__wrapped__"):  # the plug's
-        method = method.__wrapped__
-    return getattr(method, "__func__", method) is not getattr(Trainer, name)
+    return getattr(method, "__func__", None) is not getattr(Trainer, name)
 
 
-def says_scaled(trainer: Any) -> bool:
+def says_scaled(trainer: Any, compute_loss: Any) -> bool:
     """True where the user's own code may have divided by K already: it says so, or it looks K up."""
     declared = None
     with suppress(Exception):
         declared = trainer.loss_is_scaled_for_ga
     return bool(declared) or any(
-        name.endswith("gradient_accumulation_steps") for code in _own_code(trainer) for name in code.co_names
+        name.endswith("gradient_accumulation_steps")
+        for code in _own_code(trainer, compute_loss)
+        for name in code.co_names
     )
 
 
-def _own_code(trainer: Any) -> Iterator[types.CodeType]:
+def _own_code(trainer: Any, compute_loss: Any) -> Iterator[types.CodeType]:
     """The code of what may make up the loss: methods of the trainer's own classes, and its loss function."""
-    found: list[Any] = [getattr(trainer.compute_loss, "__func__", trainer.compute_loss), trainer.compute_loss_func]
+    found: list[Any] = [getattr(compute_loss, "__func__", compute_loss), trainer.compute_loss_func]
     for kind in type(trainer).__mro__:
         if not kind.__module__.startswith("transformers."):
             found += [value for name, value in vars(kind).items() if name not in ("training_step", "__init__")]

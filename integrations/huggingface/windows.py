@@ -69,7 +69,7 @@ class Windows:
             session.shape(main.shape, _padding(inputs.get("attention_mask")))
         if first:
             self._plan(model, inputs, main)
-        with self.losses.micro_batch():
+        with self.losses.micro_batch(original):
             loss = self.losses.scaling.logged(original(model, inputs, *args, **kwargs))
         self._left -= 1
         if self._left:
