@@ -4,8 +4,7 @@ Two groups of patches. `entry` stays while the callback is in the trainer, becau
 `train()` or `evaluate()` begins: `train`, `_inner_training_loop`, `_get_dataloader`, `evaluation_loop`. `run` holds
 for one run and is undone at its end and on an exception: `compute_loss`, `training_step`, `get_batch_samples`,
 `_get_num_items_in_batch`, `prediction_step`, `_clip_grad_norm`, `_get_grad_norm`, `save_model`,
-`_save_checkpoint`, `_run_epoch`, `compute_loss_context_manager`, and during a step `loss_is_scaled_for_ga`. Where a
-release lacks one of them: `versions.py`.
+`_save_checkpoint`, `_run_epoch`, `compute_loss_context_manager`. Where a release lacks one of them: `versions.py`.
 """
 
 from __future__ import annotations
@@ -98,7 +97,9 @@ class Adapter:
         patches.method("compute_loss", self._compute_loss)
         if versions.COUNT.here:  # an older host counts nothing in an evaluation
             patches.method("_get_num_items_in_batch", self._get_num_items_in_batch)
-        patches.method("prediction_step", lambda o, *a, **k: self.losses.prediction_step(o, compute_loss, *a, **k))
+        patches.method(
+            "prediction_step", lambda o, *a, **k: self.losses.evaluation.prediction_step(o, compute_loss, *a, **k)
+        )
 
     def _install_run(self, saving: Saving) -> None:
         patches, windows = self.run, self.windows
@@ -262,14 +263,14 @@ class Adapter:
 
     def _get_num_items_in_batch(self, original: Callable[..., Any], batches: list[Any], device: torch.device) -> Any:
         if self._evaluating or self.session is None:
-            return self.losses.evaluation_count(original, batches, device)
+            return self.losses.evaluation.number(original, batches, device)
         if covers_unequal_padding(self.trainer.model, batches):
             self._approximate("question answering: its softmax covers padding, which differs between micro-batches")
         return self.windows.count(original, batches, device)
 
     def _compute_loss(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._evaluating or self.session is None:
-            return self.losses.evaluation_loss(original, *args, **kwargs)
+            return self.losses.evaluation.loss(original, *args, **kwargs)
         return self.windows.compute_loss(original, *args, **kwargs)
 
     # -- evaluation --------------------------------------------------------------------------------------------

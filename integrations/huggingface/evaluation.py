@@ -28,7 +28,7 @@ def run(
     dataloader = loaders.for_evaluation(dataloader)
     order = _order(dataloader)
     metrics = trainer.compute_metrics
-    losses.begin_evaluation()
+    losses.evaluation.begin()
     try:
         if order is not None and metrics is not None:
             trainer.compute_metrics = lambda prediction, **more: metrics(_reordered(prediction, order), **more)
@@ -36,7 +36,7 @@ def run(
             output = original(dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
     finally:
         trainer.compute_metrics = metrics
-    mean = losses.evaluation_mean(trainer.args.device)
+    mean = losses.evaluation.mean(trainer.args.device)
     if mean is not None and f"{metric_key_prefix}_loss" in (output.metrics or {}):
         output.metrics[f"{metric_key_prefix}_loss"] = mean
     if order is None:

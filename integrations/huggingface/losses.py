@@ -1,9 +1,12 @@
-"""Exact accumulation in the Trainer: what each micro-batch's loss is multiplied by, and the true means.
+"""Exact accumulation in the Trainer: what each micro-batch's loss weighs, and the true means.
 
 The host fetches all micro-batches of a window before the first forward and asks `_get_num_items_in_batch` for
-their count. There the terms of every micro-batch are counted and summed over ranks, once. `compute_loss` is then
-asked for the micro-batch's own mean (no count is passed, so heads that take one and heads that ignore it agree)
-and gets its weight.
+their count. There the terms of every micro-batch are counted and summed over ranks, once.
+
+Whose loss it is decides what is done. That of a library's head is known by its name, checked once on a copy of the
+model, and asked for the micro-batch's own mean (no count is passed, so heads that take one and heads that ignore it
+agree). A loss that the user wrote runs exactly as the host runs it, with the host's count; how it adds up is seen
+in these calls. `scaling` then puts the gradient right.
 """
 
 from __future__ import annotations
@@ -11,16 +14,36 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from integrations.huggingface import counting
+from integrations.huggingface import counting, observing
 from integrations.huggingface.counting import SUM, Counting
-from integrations.huggingface.probing import HOST, LATER, TOLERANCE, fits, probe, take_rows
-from integrations.layout import DTYPES
+from integrations.huggingface.evaluation_loss import EvaluationLoss
+from integrations.huggingface.evidence import Evidence, over_ranks, ranks
+from integrations.huggingface.finding import Finding, find_rule, of_the_user, tolerance
+from integrations.huggingface.observing import KINDS, Rule, Seen, Way
+from integrations.huggingface.scaling import Scaling, Share, says_scaled
+
+LEFT = "weighted as the host does"
+WHOLE, NOTHING = Share(1.0, 1.0), Share(0.0, 0.0)
+
+
+@dataclass
+class _Window:
+    """The window at hand: K, terms by kind over all ranks, and what was given to its micro-batches so far."""
+
+    micro_batches: int = 0
+    totals: dict[str, float] = field(default_factory=dict)
+    number: float = 0.0  # the host's own count of all terms
+    counts: deque[int] = field(default_factory=deque)  # of a library's head, a micro-batch each
+    given: list[tuple[Rule, dict[str, int | None]]] = field(default_factory=list)  # of a user's loss
+    losses: list[tuple[int, Tensor]] = field(default_factory=list)  # (micro-batch from 1, loss)
+    at: int = 0  # micro-batch, from 1
 
 
 class Losses:
@@ -34,109 +57,71 @@ class Losses:
 
     def __init__(self, trainer: Any, exact: bool, approximate: Callable[[str], None]) -> None:
         self.trainer, self.exact, self.approximate = trainer, exact, approximate
-        self.rule: Counting | None = None
-        self.host_way = not exact
-        self.known = not exact
+        self.rule: Counting | None = None  # of a library's head
+        self.finding = Finding.OPEN if exact else Finding.HOST
         self.seam: Any = None
-        self._custom = False  # the rule was measured
+        self.scaling = Scaling(
+            trainer, lambda: approximate("training_step scales the loss by a factor of its own, which stays")
+        )
+        self.evaluation = EvaluationLoss(self)
+        self._compute_loss: Any = None  # the trainer's own, without the plug's
+        self._evidence: Evidence | None = None
+        self._window = _Window()
+        self._count: int | None = None  # of the micro-batch at hand, for a library's head
+        self._inside = False  # of a training step
         self._windows = 0
-        self._counts: deque[int] = deque()
-        self._count: int | None = None  # of the micro-batch at hand, and what its mean is multiplied by
-        self._weight: Tensor | float = 1.0
-        self._window: list[tuple[int, Tensor]] = []  # (micro-batch from 1, loss)
-        self._micro_batch = 0
-        self._total = 0
-        # evaluation: the sum over terms and the terms, since `begin_evaluation`
-        self._sum, self._terms, self._asked_for = 0.0, 0, False
 
     # -- the rule ----------------------------------------------------------------------------------------------
+
+    @property
+    def known(self) -> bool:
+        return self.finding is not Finding.OPEN
+
+    @property
+    def weighs(self) -> bool:
+        """A library's head, whose terms are counted."""
+        return self.finding is Finding.COUNTED
+
+    @property
+    def observes(self) -> bool:
+        """A loss that the user wrote: it is only watched."""
+        return self.finding is Finding.OBSERVED
 
     def find_rule(self, batches: Sequence[Any], compute_loss: Callable[..., Any]) -> None:
         """Decide once, on the first batches, how this run's loss is counted."""
         if self.known or not batches or not isinstance(batches[0], (dict, counting.Mapping)):
             return
-        self.known = True
-        trainer, batch = self.trainer, dict(batches[0])
-        custom = _overridden(compute_loss) or trainer.compute_loss_func is not None or _own_loss(trainer.model)
-        if trainer.args.n_gpu > 1:
+        if self.trainer.args.n_gpu > 1:
             self._leave("DataParallel replicas: start one process a device with torchrun")
-        elif not custom:
-            smoothing = trainer.label_smoother is not None and "labels" in batch
-            rule = counting.for_model(trainer.model, batch, smoothing)
-            if rule is not None and (rule.inexact or self._holds(rule, batches, compute_loss)):
-                self.rule = rule
-                for term in rule.inexact:
-                    self.approximate(term)
-                return
-        if not self.host_way:
-            self._custom = True
-            self._probe(batches, compute_loss, custom)
-
-    def check_rule(self, batches: Sequence[Any], compute_loss: Callable[..., Any]) -> None:
-        """A rule that was found by measuring may fit the first batch by chance: look again, ever more rarely."""
-        self._windows += 1
-        again = self._custom and self.rule is not None and self._windows & (self._windows - 1) == 0
-        if again and not self._holds(self.rule, batches, compute_loss):  # type: ignore[arg-type]
-            self.rule = None
-            self._leave("the loss adds up in another way than on the first batch")
-
-    def _holds(self, rule: Counting, batches: Sequence[Any], compute_loss: Callable[..., Any]) -> bool:
-        """False only where the loss was seen to add up in another way."""
-        ask, batch, model = self._asked(batches, compute_loss)
-        return _of_first_rank(fits(ask, batch, model, rule, self._tolerance(model))) is not False
-
-    def _probe(self, batches: Sequence[Any], compute_loss: Callable[..., Any], custom: bool) -> None:
-        ask, batch, model = self._asked(batches, compute_loss)
-        found = _of_first_rank(probe(ask, batch, model, self._tolerance(model)))
-        if found == LATER:
-            self.known = False
-        elif isinstance(found, Counting):
-            self.rule = found
-        elif found == HOST:
-            self.host_way = True
-        else:
-            what = "compute_loss" if custom else f"the loss of {type(counting.base(model)).__name__}"
-            self._leave(f"{what} hides how many terms its mean has")
-
-    def _asked(self, batches: Sequence[Any], compute_loss: Callable[..., Any]) -> tuple[Any, dict[str, Any], Any]:
-        """(the loss as a function of inputs and a count, the largest micro-batch, the model)."""
-        trainer = self.trainer
-        model = trainer.accelerator.unwrap_model(trainer.model)
-        batch = trainer._prepare_inputs(_widest(batches))
-
-        def ask(inputs: dict[str, Any], number: Any) -> Tensor:
-            # the host multiplies by the number of processes only where it passes a count to a loss that takes one
-            with self.seam.validation() if self.seam is not None else nullcontext():  # no graph for the compiler
-                loss = compute_loss(model, inputs, num_items_in_batch=number)
-            scaled = number is not None and trainer.args.average_tokens_across_devices
-            takes = trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None
-            return loss / (trainer.accelerator.num_processes if scaled and takes else 1)
-
-        return ask, batch, model
-
-    def _tolerance(self, model: Any) -> float:
-        """Relative; what rounding in the run's precision may change of a loss, and a little more."""
-        mixed = DTYPES.get(self.trainer.accelerator.mixed_precision)
-        dtype = mixed or next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
-        return max(TOLERANCE, 4 * torch.finfo(dtype).eps)
+            return
+        self._compute_loss = compute_loss
+        self.finding, self.rule, inexact = find_rule(self.trainer, batches, compute_loss)
+        for term in inexact:
+            self.approximate(term)
 
     def _leave(self, reason: str) -> None:
-        self.host_way = True
-        self.approximate(f"{reason}; weighted as the host does")
-
-    @property
-    def weighs(self) -> bool:
-        return self.rule is not None and not self.host_way
+        self.finding = Finding.HOST
+        self.approximate(f"{reason}; {LEFT}")
 
     # -- training ----------------------------------------------------------------------------------------------
 
     def begin_window(self, original: Callable[..., Any], batches: list[Any], device: torch.device) -> Any:
         """Count the window. Replaces the trainer's `_get_num_items_in_batch`; returns what the host passes on."""
-        self._counts.clear()
-        self._window.clear()
-        self._micro_batch = 0
-        if not self.weighs or self.rule is None or not batches:
-            return original(batches, device)
+        self._window = _Window(len(batches))
+        self._windows += 1
+        if self.weighs and batches:
+            return self._count_terms(original, batches, device)
+        number = original(batches, device)
+        if self.observes and batches:
+            found = [[observing.count(kind, batch) for batch in batches] for kind in KINDS]
+            sums = [float("nan") if None in counts else float(sum(counts)) for counts in found]  # type: ignore[arg-type]
+            self._window.totals = dict(zip(KINDS, over_ranks(sums, device), strict=True))
+            self._window.number = float(number) if isinstance(number, Tensor) else float(number or 0)
+            self._look(lambda evidence: evidence.agree(device))
+        return number
+
+    def _count_terms(self, original: Callable[..., Any], batches: list[Any], device: torch.device) -> Any:
+        assert self.rule is not None
         counts = self.rule.count_all(batches)
         if any(count is None for count in counts):
             self._leave("a batch without labels")
@@ -144,165 +129,149 @@ class Losses:
         for batch in batches:
             if lost := self.rule.lost(batch):
                 self.approximate(lost)
-        self._counts.extend(count or 0 for count in counts)
-        self._total = _over_ranks(sum(self._counts), device)
+        self._window.counts.extend(count or 0 for count in counts)
+        total = int(over_ranks([float(sum(self._window.counts))], device)[0])
+        self._window.totals = {self.rule.kind: total}
         if self.seam is not None:
-            self.seam.window.announce(self._total, _world())
+            self.seam.window.announce(total, ranks())
         return None
 
     @contextmanager
-    def micro_batch(self) -> Iterator[None]:
+    def micro_batch(self, training_step: Any) -> Iterator[None]:
         """Around a training step, which may ask for the loss more than once (adversarial training)."""
-        self._micro_batch += 1
-        if self.weighs and self._counts and self.rule is not None:
-            self._count = self._counts.popleft()
-            if self._count or self.rule.kind == SUM:
-                self._weight = float(_world()) if self.rule.kind == SUM else self.seam.mean(self._count)
+        self._window.at += 1
+        self._count = self._window.counts.popleft() if self._window.counts else None
+        self._inside = True
+        self.scaling.begin(training_step)
         try:
             yield
         finally:
-            self._count = None
+            self._count, self._inside = None, False
 
     def training_loss(self, original: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """`compute_loss` of a micro-batch: its own mean, times its weight. Sums over the window to the true mean."""
-        if self._count is None or self.rule is None:
+        """`compute_loss` of a micro-batch. Its value is its own; its backward brings its share of the window's mean."""
+        window = self._window
+        if not self._inside:
+            return original(model, inputs, *args, **kwargs)
+        if self._count is not None and self.rule is not None:
+            kwargs["num_items_in_batch"] = None
+            empty = not self._count and self.rule.kind != SUM
+            with observing.watching(model, inputs, None) if empty else nullcontext(Seen({})) as seen:
+                found = original(model, inputs, *args, **kwargs)
+            share: Share | None = None if empty else self._share_of(self.rule, self._count)
+        elif self.observes and (window.micro_batches > 1 or ranks() > 1):
+            with self.evaluation.watched(model, inputs, args, kwargs) as seen:
+                found = original(model, inputs, *args, **kwargs)
+            share = self._share_seen(_loss(found), seen)
+            empty = share == NOTHING and not bool(torch.isfinite(_loss(found)).all())
+        else:
             return self._noted(original(model, inputs, *args, **kwargs))
-        kwargs["num_items_in_batch"] = None
-        if not self._count and self.rule.kind != SUM:
-            return self._noted(_no_terms(original, model, inputs, kwargs))
-        found = original(model, inputs, *args, **kwargs)
-        loss = found[0] if isinstance(found, tuple) else found
-        if not isinstance(self._weight, float) or self._weight != 1.0:
-            loss = loss * self._weight
-        self._noted(loss)
-        return (loss, *found[1:]) if isinstance(found, tuple) else loss
+        if empty:
+            return self._noted(_no_terms(found, seen))
+        if share is not None and (share != WHOLE or window.micro_batches > 1):
+            self.scaling.correct(_loss(found), share, window.micro_batches)
+        return self._noted(found)
+
+    def _share_of(self, rule: Counting, count: int) -> Share:
+        """A library's head: a mean over `count` terms, or a sum over samples, whose log is told a sample."""
+        if rule.kind == SUM:
+            return Share(float(ranks()), ranks() / max(self._window.totals[SUM], 1))
+        weight = float(self.seam.mean(count))
+        return Share(weight, weight)
+
+    # -- a loss that the user wrote ------------------------------------------------------------------------------
+
+    def evidence(self) -> Evidence:
+        if self._evidence is None:
+            self._evidence = Evidence(tolerance(self.trainer))
+        return self._evidence
+
+    def _share_seen(self, loss: Tensor, seen: Seen) -> Share | None:
+        """By the rule that every call so far fits; None leaves it the host's way."""
+        window = self._window
+        self.evidence().note(loss, seen, window.micro_batches, ranks())
+        if self._windows == 1 or not self.evidence().calls:
+            self._look(Evidence.settle)  # before a rule is settled, the next micro-batch has to know
+        counts = {kind: observing.count(kind, seen.batch) for kind in KINDS}
+        rule = self.evidence().rule(window.totals)
+        if rule is None:
+            as_it_is = seen.trace.used or self._says_scaled
+            return None if as_it_is else Share(1 / window.micro_batches, 1 / window.micro_batches)
+        weight = self._weight(rule, counts)
+        if window.given and window.given[-1][0] != rule:
+            self._put_right(rule)
+        window.given.append((rule, counts))
+        return Share(weight, weight)
+
+    @cached_property
+    def _says_scaled(self) -> bool:
+        return says_scaled(self.trainer, self._compute_loss)
+
+    def _weight(self, rule: Rule, counts: dict[str, int | None]) -> float:
+        window = self._window
+        if rule.way is Way.COUNTED:  # exact, but for a host that counts labels which the loss does not (GPT-2)
+            return window.number / window.totals[rule.kind] if rule.kind in window.totals else 1.0
+        if rule.way is Way.SUM:
+            return float(ranks())
+        divided = (counts[rule.kind] or 0) * (window.micro_batches if rule.way is Way.SHARE else 1)
+        return divided * ranks() / window.totals[rule.kind]
+
+    def _put_right(self, rule: Rule) -> None:
+        """The rule that fitted the window's first micro-batches was another's: weigh their gradients again.
+
+        They are one sum by now, so that this can be done only where all of them change alike.
+        """
+        given = self._window.given
+        changes = [self._weight(rule, counts) / (self._weight(old, counts) or 1.0) for old, counts in given]
+        if max(changes) - min(changes) > 1e-6 * max(changes):
+            self.approximate("the first window: its first micro-batches were weighed by another rule than its last")
+            return
+        found = [p.grad for p in self.trainer.model.parameters() if p.grad is not None]
+        if found and changes[0] != 1.0:
+            torch._foreach_mul_(found, changes[0])
+        self._window.given = [(rule, counts) for _, counts in given]
+
+    def _look(self, at: Callable[[Evidence], None]) -> None:
+        """Look at the evidence; where nothing fits any more, say so once."""
+        evidence = self.evidence()
+        before = bool(evidence.possible)
+        at(evidence)
+        if before and not evidence.possible:
+            model = type(counting.base(self.trainer.model)).__name__
+            what = "compute_loss" if of_the_user(self.trainer, self._compute_loss) else f"the loss of {model}"
+            first = self._windows == 1 or (self._windows == 2 and not self._window.at)
+            reason = (
+                f"{what} hides how many terms its mean has"
+                if first
+                else "the loss adds up in another way than on the first batch"
+            )
+            self.approximate(f"{reason}; {LEFT}")
+
+    # -- the window's end --------------------------------------------------------------------------------------
+
+    def end_window(self) -> None:
+        """After the last backward."""
+        if self.observes:
+            self._look(Evidence.settle)
 
     def _noted(self, found: Any) -> Any:
-        self._window.append((self._micro_batch, (found[0] if isinstance(found, tuple) else found).detach()))
+        self._window.losses.append((self._window.at, _loss(found).detach()))
         return found
 
     def not_finite(self) -> list[int]:
         """Micro-batches of this window, counted from 1, whose loss was NaN or infinite."""
-        return sorted({number for number, loss in self._window if not bool(torch.isfinite(loss).all())})
-
-    # -- evaluation --------------------------------------------------------------------------------------------
-
-    def begin_evaluation(self) -> None:
-        self._sum, self._terms, self._asked_for = 0.0, 0, False
-
-    def evaluation_count(self, original: Callable[..., Any], batches: list[Any], device: torch.device) -> Any:
-        """No count in evaluation: every batch gives its own mean, which is weighed afterwards."""
-        return None if self.weighs else original(batches, device)
-
-    def evaluation_loss(self, original: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        if self.weighs:
-            kwargs["num_items_in_batch"] = None
-        return original(model, inputs, *args, **kwargs)
-
-    def prediction_step(
-        self,
-        original: Callable[..., Any],
-        compute_loss: Callable[..., Any],
-        model: Any,
-        inputs: Any,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        """The host's prediction step; adds the batch's loss to the evaluation's sum."""
-        if not self.known:
-            self.find_rule([inputs], compute_loss)
-        batch = dict(inputs) if isinstance(inputs, counting.Mapping) else {}
-        loss, logits, labels = original(model, inputs, *args, **kwargs)
-        if loss is not None and self.weighs and self.rule is not None:
-            loss = self._add(loss, batch, model, compute_loss)
-        return loss, logits, labels
-
-    def _add(self, loss: Tensor, batch: dict[str, Any], model: Any, compute_loss: Callable[..., Any]) -> Tensor:
-        assert self.rule is not None
-        rows, valid = counting.samples(batch), self._rows_of_this_rank(counting.samples(batch))
-        if valid < rows:
-            # The host completes the last step of several ranks with samples that were seen already.
-            if valid:
-                part = self.trainer._prepare_inputs(take_rows(batch, 0, valid))
-                with torch.no_grad():
-                    loss = compute_loss(model, part, num_items_in_batch=None).detach().mean()
-            batch = take_rows(batch, 0, valid)
-        count = self.rule.count(batch) if valid else 0
-        self._asked_for = True
-        if not count:
-            return torch.zeros_like(loss)
-        value = float(loss)
-        self._sum += value if self.rule.kind == SUM else value * count
-        self._terms += count
-        return loss
-
-    def _rows_of_this_rank(self, rows: int) -> int:
-        state = self.trainer.accelerator.gradient_state
-        if _world() == 1 or not state.end_of_dataloader or state.remainder <= 0:
-            return rows
-        return max(0, min(rows, state.remainder - self.trainer.args.process_index * rows))
-
-    def evaluation_mean(self, device: torch.device) -> float | None:
-        """The true mean over all terms of all ranks, NaN over none; None where the host's figure stands."""
-        if not self.weighs or not self._asked_for:
-            return None
-        both = torch.tensor([self._sum, float(self._terms)], dtype=torch.float64, device=device)
-        if _world() > 1:
-            dist.all_reduce(both)
-        return float(both[0] / both[1])
+        return sorted({number for number, loss in self._window.losses if not bool(torch.isfinite(loss).all())})
 
 
-def _no_terms(compute: Callable[..., Any], model: Any, inputs: Any, kwargs: dict[str, Any]) -> Tensor:
+def _loss(found: Any) -> Tensor:
+    return found[0] if isinstance(found, tuple) else found  # type: ignore[no-any-return]
+
+
+def _no_terms(found: Any, seen: Seen) -> Any:
     """A loss of zero that reaches the same parameters: a mean over no term at all would be NaN."""
-    found = compute(model, inputs, **{**kwargs, "return_outputs": True})
-    if not isinstance(found, tuple):  # a compute_loss that never gives its outputs
-        touched = [parameter.sum() * 0.0 for parameter in model.parameters() if parameter.requires_grad]
-        return sum(touched, torch.zeros((), device=found.device))
-    outputs = found[1]
-    values = outputs.values() if isinstance(outputs, counting.Mapping) else outputs
+    values: list[Any] = []
+    for outputs in seen.outputs:
+        values += outputs.values() if isinstance(outputs, counting.Mapping) else outputs
     logits = [v for v in values if isinstance(v, Tensor) and v.dim() and v.is_floating_point() and v.requires_grad]
-    return sum((v.float().sum() * 0.0 for v in logits), torch.zeros((), device=found[0].device))
-
-
-def _widest(batches: Sequence[Any]) -> dict[str, Any]:
-    """The micro-batch of most samples; of single samples two together, where they have one shape."""
-    widest = max((dict(batch) for batch in batches), key=counting.samples)
-    if counting.samples(widest) > 1 or len(batches) < 2:
-        return widest
-    try:
-        return {name: torch.cat([batch[name] for batch in batches[:2]]) for name in widest}
-    except (TypeError, RuntimeError, KeyError):
-        return widest
-
-
-def _overridden(compute_loss: Any) -> bool:
-    """True where a subclass, or the user on this very trainer, brings a compute_loss."""
-    from transformers import Trainer
-
-    return getattr(compute_loss, "__func__", None) is not Trainer.compute_loss
-
-
-def _own_loss(model: Any) -> bool:
-    """True where the user gave the model a loss function of their own."""
-    return "_loss_function" in vars(counting.base(model))
-
-
-def _world() -> int:
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-
-
-def _of_first_rank(found: Any) -> Any:
-    """Ranks measure on batches of their own, and have to follow one rule: counting is a collective."""
-    if _world() == 1:
-        return found
-    told = [found]
-    dist.broadcast_object_list(told, src=0)
-    return told[0]
-
-
-def _over_ranks(count: int, device: torch.device) -> int:
-    if _world() == 1:
-        return count
-    total = torch.tensor(count, dtype=torch.int64, device=device)
-    dist.all_reduce(total)
-    return int(total)
+    zero = sum((v.float().sum() * 0.0 for v in logits), torch.zeros((), device=_loss(found).device))
+    return (zero, *found[1:]) if isinstance(found, tuple) else zero

@@ -1,12 +1,15 @@
-"""Measuring how an unknown loss adds up, on one batch, before the first window.
+"""Measuring how the loss of one of the libraries' heads adds up, on one batch and on a copy of the model.
 
-A user's `compute_loss` or `compute_loss_func` may use the count that the host hands it, ignore it, or weigh its
-terms in its own way. Two facts can be measured: whether parts of a batch add up when the count is held
-(then the host's own way is exact), and whether their means, weighted by a counting rule, give the whole's mean.
+A head may use the count that the host hands it, ignore it, or weigh its terms in its own way. Two facts can be
+measured: whether the means of parts of a batch, weighted by a counting rule, give the whole's mean, and whether
+the parts add up when the count is held (then the host's own way is exact).
+
+What a user wrote is never asked here: see `observing`.
 """
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Mapping
 from contextlib import contextmanager
@@ -21,6 +24,9 @@ Ask = Callable[[dict[str, Any], Any], Tensor]
 
 TOLERANCE = 1e-4
 """Relative; a loss of fp32 sums differs by less, a wrong rule by far more."""
+
+LIBRARIES = ("torch", "transformers", "peft", "accelerate", "timm", "bitsandbytes")
+"""Whose code may be run once more: it is the same on every machine, and does nothing but compute."""
 
 HOST = "host"
 """The loss normalises by the count that the host passes: the host's way is exact."""
@@ -39,7 +45,7 @@ def probe(loss: Ask, batch: Mapping[str, Any], model: Any, tolerance: float = TO
     if size < 2:
         return None
     with _quietly(model), torch.no_grad():
-        for held in (True, False):
+        for held in (False, True):
             number = torch.tensor(float(size)) if held else None
             for told in (telling(batch, model), batch):
                 first, rest = take_rows(told, 0, 1), take_rows(told, 1, size)
@@ -53,11 +59,12 @@ def probe(loss: Ask, batch: Mapping[str, Any], model: Any, tolerance: float = TO
                     continue  # a loss that cannot be asked in this way is not of this kind
                 if not math.isfinite(whole):
                     return LATER
-                if held:
-                    break
-                fitting = [(rule, _error(rule, (first, rest), (one, other), whole)) for rule in candidates(told)]
-                best = min(fitting, key=lambda found: found[1])
-                return best[0] if best[1] <= tolerance else None
+                if not held:
+                    fitting = [(rule, _error(rule, (first, rest), (one, other), whole)) for rule in candidates(told)]
+                    best = min(fitting, key=lambda found: found[1])
+                    if best[1] <= tolerance:
+                        return best[0]
+                break
     return None
 
 
@@ -94,6 +101,43 @@ def _error(rule: Counting, parts: tuple[Any, Any], means: tuple[float, float], w
     return abs(made - whole) / max(abs(made), abs(whole), 1e-12)
 
 
+def invisible_copy(model: Any) -> Any:
+    """A copy in evaluation mode of which nothing can be seen from outside, or None where there is none.
+
+    It has the parameters of the model itself, which forwards without gradients only read, buffers of its own, and no
+    hooks. A model with code from outside of the libraries, be it one module, has no such copy: what that code
+    does (log, count, gather) would be seen.
+    """
+    modules = list(model.modules())
+    hidden = {"forward", "_original_forward", "_compiled_call_impl", "generate", "zero_grad"}
+    if not all(_of_a_library(type(module)) for module in modules):
+        return None
+    # accelerate puts its autocast there and keeps the original; any other forward on an instance is somebody's own
+    if any("forward" in vars(module) and "_original_forward" not in vars(module) for module in modules):
+        return None
+    shared: dict[int, Any] = {id(parameter): parameter for parameter in model.parameters()}
+    bare = [(vars(module), {name: vars(module)[name] for name in hidden & set(vars(module))}) for module in modules]
+    try:
+        for own, kept in bare:
+            for name in kept:
+                del own[name]
+        copied = copy.deepcopy(model, shared)
+    except Exception:
+        return None
+    finally:
+        for own, kept in bare:
+            own.update(kept)
+    for module in copied.modules():
+        for name, value in list(vars(module).items()):
+            if name.endswith("_hooks") and isinstance(value, dict):
+                vars(module)[name] = type(value)()
+    return copied.eval()
+
+
+def _of_a_library(kind: type) -> bool:
+    return kind.__module__.split(".")[0] in LIBRARIES
+
+
 def telling(batch: Mapping[str, Any], model: Any) -> dict[str, Any]:
     """The batch with the first row's labels changed, so that rules which count differently differ in their result.
 
@@ -113,9 +157,9 @@ def telling(batch: Mapping[str, Any], model: Any) -> dict[str, Any]:
     return {**batch, "labels": labels}
 
 
-def take_rows(batch: Mapping[str, Any], start: int, stop: int) -> dict[str, Any]:
-    """The rows [start, stop) of every tensor that has the batch's size in dim 0."""
-    size = samples(batch)
+def take_rows(batch: Mapping[str, Any], start: int, stop: int, size: int | None = None) -> dict[str, Any]:
+    """The rows [start, stop) of every tensor that has the batch's `size` in dim 0."""
+    size = samples(batch) if size is None else size
     return {
         name: value[start:stop] if isinstance(value, Tensor) and value.dim() and value.shape[0] == size else value
         for name, value in batch.items()

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -57,9 +56,7 @@ GRAD_NORM = Symbol(
 COUNT = Symbol(
     f"{_TRAINER}._get_num_items_in_batch", "4.57", "a window is counted after the host has fetched and counted it"
 )
-SCALED = Symbol(
-    f"{_TRAINER}.loss_is_scaled_for_ga", "5.20", "the host divides a loss by its micro-batches: by one, during our step"
-)
+SCALED = Symbol(f"{_TRAINER}.loss_is_scaled_for_ga", "5.20", "a user cannot say that a loss is divided; it is seen")
 ROTATE = Symbol("transformers.trainer_utils:rotate_checkpoints", "5.10", "Trainer._rotate_checkpoints is asked")
 STRATEGY = Symbol(
     "transformers.training_args:TrainingArguments.train_sampling_strategy",
@@ -121,24 +118,6 @@ def hold_fetching(patches: Held, fetch: Callable[..., Any], count: Callable[...,
         return batches, count(lambda *_: items, batches, device)
 
     patches.method("get_batch_samples", fetched_and_counted)
-
-
-@contextmanager
-def scaled(trainer: Any, weighed: bool) -> Iterator[None]:
-    """Inside, the host does not divide a loss by the micro-batches of its window, where it is `weighed` already.
-
-    A host that cannot be told so divides by one.
-    """
-    number, count = "current_gradient_accumulation_steps", "gradient_accumulation_steps"
-    held = Held(trainer if SCALED.here or hasattr(trainer, number) else trainer.args)
-    if weighed and SCALED.here:
-        held.value("loss_is_scaled_for_ga", True)
-    elif weighed:
-        held.value(number if held.target is trainer else count, 1)
-    try:
-        yield
-    finally:
-        held.undo()
 
 
 def rotate(trainer: Any, run: Path) -> None:

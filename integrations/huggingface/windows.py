@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from integrations.huggingface import counting, versions
+from integrations.huggingface import counting
 from integrations.huggingface.layout import Layout
 from integrations.huggingface.losses import Losses
 
@@ -50,8 +50,6 @@ class Windows:
         if not losses.known and batches:
             self._set_problem_type(batches[0])
             losses.find_rule(batches, self.layout.compute_loss)
-        elif batches:
-            losses.check_rule(batches, self.layout.compute_loss)
         return losses.begin_window(original, batches, device)
 
     def _set_problem_type(self, batch: Any) -> None:
@@ -71,9 +69,8 @@ class Windows:
             session.shape(main.shape, _padding(inputs.get("attention_mask")))
         if first:
             self._plan(model, inputs, main)
-        # the host divides a loss by K unless it is told that it is scaled already
-        with self.losses.micro_batch(), versions.scaled(self.trainer, self.losses.weighs):
-            loss = original(model, inputs, *args, **kwargs)
+        with self.losses.micro_batch(original):
+            loss = self.losses.scaling.logged(original(model, inputs, *args, **kwargs))
         self._left -= 1
         if self._left:
             session.idle()
@@ -83,7 +80,11 @@ class Windows:
         """At a window's start; `main` is the input whose shape names the work."""
         session = self.session
         if main is None or not self.losses.weighs:
-            why = "losses are left to the host" if main is not None else f"no input is one of {', '.join(INPUTS)}"
+            why = (
+                "the loss is the user's own, or left to the host"
+                if main is not None
+                else f"no input is one of {', '.join(INPUTS)}"
+            )
             session.planner.measure_nothing(why)
         model.train()
         session.training_mode()
@@ -101,6 +102,7 @@ class Windows:
 
     def get_grad_norm(self, original: Callable[..., Any], model: Any, grad_norm: Any = None) -> Any:
         """The host asks for the norm once a window, after the last backward: the moment to put gradients right."""
+        self.losses.end_window()
         self.outcome = self.session.prepare()
         return self.outcome.norm
 

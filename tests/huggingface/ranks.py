@@ -153,6 +153,43 @@ def buckets(folder: Path) -> dict[str, Any]:
     return {"shapes": every, "gradients": spy.gradients[0], "loss": losses(trainer)[0], "eval": evaluation}
 
 
+class Gathers(Trainer):
+    """Gathers a metric over the ranks inside of its loss, and counts its calls, as TRL's SFTTrainer does."""
+
+    calls = 0
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        outputs = model(**inputs)
+        self.calls += 1
+        self.accelerator.gather_for_metrics((inputs["labels"] != -100).sum())
+        return (outputs.loss, outputs) if return_outputs else outputs.loss
+
+
+def gathering(folder: Path) -> dict[str, Any]:
+    """Two updates of three micro-batches of one sample, each rank's own: calls, the gradient, and `eval_loss`."""
+    trainer, spy = trainer_for(
+        "bert-token",
+        folder,
+        12,
+        kind=Gathers,
+        per_device_train_batch_size=1,
+        per_device_eval_batch_size=4,
+        gradient_accumulation_steps=3,
+        max_steps=2,
+        train_sampling_strategy="sequential",
+        options={"buckets": "off"},
+    )
+    trainer.train()
+    calls = trainer.calls
+    return {
+        "calls": calls,
+        "gradients": spy.gradients[0],
+        "apart": apart(spy.weights[-1]),
+        "eval_loss": trainer.evaluate()["eval_loss"],
+        "weights": spy.weights[-1],
+    }
+
+
 def main() -> None:
     target, names = Path(sys.argv[1]), sys.argv[2:]
     found = {name: globals()[name](target.parent / name) for name in names}

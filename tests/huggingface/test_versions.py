@@ -29,20 +29,6 @@ def test_a_symbol_that_may_be_missing_says_since_when_and_what_is_done() -> None
     assert all(symbol.since and symbol.without for symbol in TABLE if symbol.since or symbol.without)
 
 
-def test_an_older_host_divides_a_weighed_loss_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(versions, "SCALED", SimpleNamespace(here=False))
-    trainer = SimpleNamespace(args=SimpleNamespace(gradient_accumulation_steps=3))
-    with versions.scaled(trainer, weighed=False):
-        assert trainer.args.gradient_accumulation_steps == 3
-    with versions.scaled(trainer, weighed=True):
-        assert trainer.args.gradient_accumulation_steps == 1
-    trainer.current_gradient_accumulation_steps = 2
-    with versions.scaled(trainer, weighed=True):
-        assert trainer.current_gradient_accumulation_steps == 1
-        assert trainer.args.gradient_accumulation_steps == 3
-    assert (trainer.args.gradient_accumulation_steps, trainer.current_gradient_accumulation_steps) == (3, 2)
-
-
 def test_an_older_host_that_clips_is_asked_on_its_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(versions, "GRAD_NORM", SimpleNamespace(here=False))
     accelerator = SimpleNamespace(clip_grad_norm_=lambda parameters, norm: "the host's")

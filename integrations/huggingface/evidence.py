@@ -1,0 +1,69 @@
+"""What the calls of a user's loss have shown so far: which rules can still be true, on every rank the same."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from integrations.huggingface.observing import RULES, Rule, Seen, errors
+
+
+class Evidence:
+    """The rules that every call so far fits.
+
+    Args:
+        tolerance: relative; what rounding may change of a loss.
+    """
+
+    def __init__(self, tolerance: float) -> None:
+        self.tolerance = tolerance
+        self.possible: list[Rule] = list(RULES)
+        self.calls = 0  # that told something
+        self._pending: list[tuple[Tensor, dict[Rule, Tensor]]] = []
+
+    def note(self, loss: Tensor, seen: Seen, micro_batches: int, ranks: int) -> None:
+        """One call; looked at in `settle`, so that a device is waited for once a window."""
+        found = errors(loss, seen, self.possible, micro_batches, ranks)
+        self._pending.append((torch.isfinite(loss.detach()).all(), found))
+
+    def settle(self) -> None:
+        """Drop the rules that a call noted since does not fit. A loss that is not finite tells nothing."""
+        pending, self._pending = self._pending, []
+        for finite, found in pending:
+            if not finite:
+                continue
+            self.calls += 1
+            apart = torch.stack(list(found.values())).tolist() if found else []
+            fits = {rule for rule, error in zip(found, apart, strict=True) if error <= self.tolerance}
+            self.possible = [rule for rule in self.possible if rule in fits]
+
+    def agree(self, device: torch.device) -> None:
+        """A rule holds where it holds on every rank. A collective over all of them."""
+        if ranks() == 1:
+            return
+        told = torch.tensor([float(rule in self.possible) for rule in RULES] + [0.0], device=device)
+        told[-1] = -float(self.calls)
+        dist.all_reduce(told, op=dist.ReduceOp.MIN)
+        self.possible = [rule for rule, holds in zip(RULES, told.tolist()[:-1], strict=True) if holds]
+        self.calls = int(-told[-1])
+
+    def rule(self, totals: Mapping[str, float]) -> Rule | None:
+        """The likeliest rule whose terms can be counted in this window; None where nothing fits."""
+        return next((rule for rule in self.possible if totals.get(rule.kind, 1.0) > 0), None)
+
+
+def ranks() -> int:
+    """How many processes train together."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def over_ranks(values: list[float], device: torch.device) -> list[float]:
+    """The sums of these numbers over all ranks; NaN where a rank has none."""
+    if ranks() == 1:
+        return values
+    total = torch.tensor(values, dtype=torch.float64, device=device)
+    dist.all_reduce(total)
+    return total.tolist()  # type: ignore[no-any-return]

@@ -1,0 +1,347 @@
+"""What a user wrote runs as often as the host alone would run it, and its gradient is the big batch's or is named."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import peft
+import pytest
+import torch
+import transformers as t
+from torch.nn.functional import cross_entropy
+from transformers.loss.loss_utils import ForCausalLMLoss
+
+from integrations.huggingface.probing import invisible_copy
+from tests import reference
+from tests.huggingface.heads import HIDDEN, VOCAB, batch_for, model_for
+from tests.huggingface.runs import losses, report, trainer_for
+
+ROOT = Path(__file__).parents[2]
+SIZE = 8
+SPLIT = {
+    "per_device_train_batch_size": 2,
+    "per_device_eval_batch_size": 3,
+    "gradient_accumulation_steps": 4,
+    "max_steps": 1,
+}
+
+
+def ours(head, folder, plug=True, **more):
+    return trainer_for(head, folder, SIZE, plug=plug, options={"buckets": "off"}, **{**SPLIT, **more})
+
+
+def right(head, model=None):
+    """(gradients, loss) of the big batch."""
+    model = model if model is not None else model_for(head)
+    loss = model(**batch_for(head, SIZE, uneven=True)).loss
+    loss.backward()
+    return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}, float(loss.detach())
+
+
+def named(folder):
+    return report(folder)["window"]["approximate_terms"]
+
+
+# -- nothing is called more often than by the host --------------------------------------------------------------
+
+
+class Traces(t.Trainer):
+    """Logs, keeps metrics by the mode it is in, and draws a random number in every call."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.calls = []
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        outputs = model(**inputs)
+        self.calls.append((model.training, len(inputs["labels"]), torch.rand(()).item()))
+        self.log({"seen": 1.0})
+        return (outputs.loss, outputs) if return_outputs else outputs.loss
+
+
+class Counts(t.BertForTokenClassification):
+    """A model that counts the samples it saw in a buffer."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.register_buffer("samples", torch.zeros((), dtype=torch.long))
+
+    def forward(self, input_ids=None, **kwargs):
+        self.samples += len(input_ids)
+        return super().forward(input_ids=input_ids, **kwargs)
+
+
+def test_a_compute_loss_that_logs_is_called_as_often_as_by_the_host(tmp_path):
+    found = []
+    for plug in (True, False):
+        trainer, _ = ours("bert-token", tmp_path / str(plug), plug, kind=Traces, max_steps=3, eval_strategy="steps",
+                          eval_steps=1)  # fmt: skip
+        trainer.train()
+        found.append((trainer.calls, sum("seen" in entry for entry in trainer.state.log_history)))
+    assert found[0] == found[1]
+
+
+def test_a_buffer_that_counts_samples_counts_as_with_the_host(tmp_path):
+    found = []
+    for plug in (True, False):
+        torch.manual_seed(0)
+        model = Counts(model_for("bert-token").config)
+        trainer, _ = ours("bert-token", tmp_path / str(plug), plug, model=model, max_steps=4)
+        trainer.evaluate()
+        trainer.train()
+        found.append(int(model.samples))
+    assert found == [5 * SIZE, 5 * SIZE]
+
+
+def test_a_compute_loss_func_is_called_as_often_as_by_the_host(tmp_path):
+    calls = []
+
+    def loss(outputs, labels, num_items_in_batch=None):
+        calls.append(len(labels))
+        return cross_entropy(outputs.logits.flatten(0, 1), labels.flatten())
+
+    trainer, spy = ours("bert-token", tmp_path, extra={"compute_loss_func": loss})
+    trainer.train()
+    assert calls == [2, 2, 2, 2]
+    assert reference.difference(spy.gradients[0], right("bert-token")[0]) <= 1e-6
+
+
+def test_hooks_and_buffers_of_a_head_of_the_host_are_not_seen_by_its_check(tmp_path):
+    calls = []
+    for plug in (True, False):
+        model = model_for("resnet-image")
+        model.register_forward_hook(lambda *args: calls.append(1))
+        trainer, _ = ours("vit-image", tmp_path / str(plug), plug, model=model)
+        trainer.train()
+        assert len(calls) == 4
+        assert int(next(b for n, b in model.named_buffers() if "num_batches" in n)) == 4
+        calls.clear()
+
+
+def test_a_copy_shares_the_parameters_and_nothing_else():
+    model = model_for("resnet-image")
+    copied = invisible_copy(model)
+    assert all(a is b for a, b in zip(model.parameters(), copied.parameters(), strict=True))
+    assert not {id(b) for b in model.buffers()} & {id(b) for b in copied.buffers()}
+    assert (model.training, copied.training) == (True, False)
+    assert invisible_copy(Counts(model_for("bert-token").config)) is None
+
+
+def test_two_ranks_whose_loss_gathers_end_and_are_exact_with_batches_of_one(tmp_path):
+    target = tmp_path / "found.pt"
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--rdzv_backend=c10d",
+               "--rdzv_endpoint=localhost:0", "-m", "tests.huggingface.ranks", str(target), "gathering"]  # fmt: skip
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "ACCELERATE_USE_CPU": "true"}
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = torch.load(target, weights_only=False)["gathering"]
+    assert found["calls"] == 6
+    assert found["apart"] == 0.0
+    batch = batch_for("bert-token", 12, uneven=True)
+    window = {name: value[:6] for name, value in batch.items()}
+    gradients = reference.gradients(model_for("bert-token"), window, lambda model, rows: model(**rows).loss)
+    assert reference.difference(found["gradients"], gradients) <= 1e-6
+    model = model_for("bert-token").eval()
+    model.load_state_dict(found["weights"])
+    with torch.no_grad():
+        assert found["eval_loss"] == pytest.approx(float(model(**batch).loss), rel=2e-6)
+
+
+# -- a scaling of the user's own -----------------------------------------------------------------------------------
+
+
+def own_step(divisor):
+    class Own(t.Trainer):
+        def training_step(self, model, inputs, num_items_in_batch=None):
+            model.train()
+            inputs = self._prepare_inputs(inputs)
+            with self.compute_loss_context_manager():
+                loss = self.compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
+            loss = loss / divisor
+            self.accelerator.backward(loss)
+            return loss.detach()
+
+    return Own
+
+
+@pytest.mark.parametrize("head", ["bert-token", "llama-causal"])
+@pytest.mark.parametrize("divisor", [1, 4])
+def test_a_training_step_that_divides_by_k_or_leaves_it_has_the_true_gradient(divisor, head, tmp_path):
+    trainer, spy = ours(head, tmp_path, kind=own_step(divisor))
+    trainer.train()
+    gradients, loss = right(head)
+    assert reference.difference(spy.gradients[0], gradients) <= 1e-6
+    assert losses(trainer) == [pytest.approx(loss, rel=2e-6)]
+    assert named(tmp_path) == []
+
+
+def test_a_training_step_that_scales_by_a_factor_of_its_own_keeps_it_and_is_named(tmp_path):
+    trainer, spy = ours("bert-token", tmp_path, kind=own_step(8))
+    trainer.train()
+    half = {name: gradient / 2 for name, gradient in right("bert-token")[0].items()}
+    assert reference.difference(spy.gradients[0], half) <= 1e-6
+    assert named(tmp_path) == ["training_step scales the loss by a factor of its own, which stays"]
+
+
+class Divides(t.Trainer):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        outputs = model(**inputs)
+        loss = outputs.loss / self.args.gradient_accumulation_steps
+        return (loss, outputs) if return_outputs else loss
+
+
+class Declared(Divides):
+    loss_is_scaled_for_ga = True
+
+
+class Property(Divides):
+    @property
+    def loss_is_scaled_for_ga(self):
+        return True
+
+
+@pytest.mark.parametrize("kind", [Divides, Declared, Property])
+def test_a_compute_loss_that_divides_by_k_has_the_true_gradient(kind, tmp_path):
+    trainer, spy = ours("bert-token", tmp_path, kind=kind)
+    trainer.train()
+    gradients, loss = right("bert-token")
+    assert reference.difference(spy.gradients[0], gradients) <= 1e-6
+    assert losses(trainer) == [pytest.approx(loss, rel=2e-6)]
+
+
+class DividesUntold(Declared):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        outputs = model(**inputs)
+        loss = outputs.loss**2 / self.args.gradient_accumulation_steps
+        return (loss, outputs) if return_outputs else loss
+
+
+def test_a_loss_of_no_known_kind_that_divides_by_k_stays_as_the_host_has_it_and_is_named(tmp_path):
+    found = []
+    for plug in (True, False):
+        trainer, spy = ours("bert-token", tmp_path / str(plug), plug, kind=DividesUntold)
+        trainer.train()
+        found.append(spy.gradients[0])
+    assert reference.difference(*found) <= 1e-6
+    assert "hides how many terms" in named(tmp_path / "True")[0]
+
+
+# -- a loss of no known kind -----------------------------------------------------------------------------------------
+
+
+def weighted(outputs, labels, num_items_in_batch=None):
+    return cross_entropy(outputs.logits.flatten(0, 1), labels.flatten(), weight=torch.tensor([1.0, 9.0, 3.0]))
+
+
+def test_a_loss_of_no_known_kind_is_divided_by_k_and_named(tmp_path):
+    """The host alone has K times the gradient."""
+    found = {}
+    for plug in (True, False):
+        trainer, spy = ours("bert-token", tmp_path / str(plug), plug, extra={"compute_loss_func": weighted})
+        trainer.train()
+        found[plug] = spy.gradients[0]
+    quarter = {name: gradient / 4 for name, gradient in found[False].items()}
+    assert reference.difference(found[True], quarter) <= 1e-6
+    assert "hides how many terms" in named(tmp_path / "True")[0]
+
+
+def focal(outputs, labels, num_items_in_batch=None):
+    each = cross_entropy(outputs.logits.flatten(0, 1), labels.flatten(), reduction="none")
+    return ((1 - (-each).exp()) ** 2 * each).sum() / num_items_in_batch
+
+
+def test_a_loss_of_no_known_kind_over_the_hosts_count_is_seen_to_be_exact(tmp_path):
+    found = {}
+    for plug in (True, False):
+        trainer, spy = ours("bert-token", tmp_path / str(plug), plug, extra={"compute_loss_func": focal})
+        trainer.train()
+        found[plug] = spy.gradients[0]
+    assert reference.difference(found[True], found[False]) <= 1e-6
+    assert named(tmp_path / "True") == []
+    terms = (batch_for("bert-token", SIZE, uneven=True)["labels"] != -100).sum()
+    model = trainer.model.eval()
+    trainer, _ = ours("bert-token", tmp_path, extra={"compute_loss_func": focal}, model=model)
+    batch = batch_for("bert-token", SIZE, uneven=True)
+    with torch.no_grad():
+        whole = focal(model(**{k: v for k, v in batch.items() if k != "labels"}), batch["labels"], terms)
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(float(whole), rel=2e-6)
+
+
+# -- the true mean ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("head", ["llama-causal", "gpt2-causal"])
+def test_the_library_loss_over_the_hosts_count_has_the_true_mean(head, tmp_path):
+    def loss(outputs, labels, num_items_in_batch=None):
+        return ForCausalLMLoss(outputs.logits, labels, VOCAB, num_items_in_batch=num_items_in_batch)
+
+    trainer, spy = ours(head, tmp_path, extra={"compute_loss_func": loss})
+    gradients, mean = right(head)
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(mean, rel=2e-6)
+    trainer.train()
+    assert reference.difference(spy.gradients[0], gradients) <= 1e-6
+    assert losses(trainer) == [pytest.approx(mean, rel=2e-6)]
+
+
+def prompted(kind):
+    config = {
+        "prompt": lambda: peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
+        "encoder": lambda: peft.PromptEncoderConfig(task_type="CAUSAL_LM", num_virtual_tokens=3, encoder_hidden_size=8),
+    }[kind]()
+    model = model_for("llama-causal")
+    torch.manual_seed(1)
+    return peft.get_peft_model(model, config)
+
+
+@pytest.mark.parametrize("kind", ["prompt", "encoder"])
+def test_prompt_and_p_tuning_count_the_first_label_too(kind, tmp_path):
+    gradients, mean = right("llama-causal", prompted(kind))
+    trainer, spy = ours("llama-causal", tmp_path, model=prompted(kind))
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(mean, rel=2e-6)
+    trainer.train()
+    assert reference.difference(spy.gradients[0], gradients) <= 1e-6
+    assert losses(trainer) == [pytest.approx(mean, rel=2e-6)]
+    assert named(tmp_path) == []
+
+
+def test_ctc_with_a_sum_trains_on_the_sum_and_logs_both_losses_per_sample(tmp_path):
+    config = t.Wav2Vec2Config(
+        vocab_size=8, hidden_size=HIDDEN, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16,
+        conv_dim=(8,), conv_stride=(5,), conv_kernel=(10,), num_conv_pos_embeddings=4, num_conv_pos_embedding_groups=2,
+        hidden_dropout=0.0, attention_dropout=0.0, activation_dropout=0.0, feat_proj_dropout=0.0, final_dropout=0.0,
+        layerdrop=0.0, apply_spec_augment=False, ctc_loss_reduction="sum", pad_token_id=0,
+    )  # fmt: skip
+
+    def make():
+        torch.manual_seed(0)
+        return t.Wav2Vec2ForCTC(config).train()
+
+    torch.manual_seed(1)
+    batch = {"input_values": torch.randn(SIZE, 160), "labels": torch.randint(1, 8, (SIZE, 4))}
+    model = make()
+    loss = model(**batch).loss
+    loss.backward()
+    gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    trainer, spy = ours("", tmp_path, model=make(), batch=batch)
+    per_sample = float(loss.detach()) / SIZE
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(per_sample, rel=1e-5)
+    trainer.train()
+    assert reference.difference(spy.gradients[0], gradients) <= 1e-5
+    assert losses(trainer) == [pytest.approx(per_sample, rel=1e-5)]
+
+
+def test_a_rare_class_with_a_weight_of_its_own_is_named_when_it_comes(tmp_path):
+    """Two classes of one weight, the rare class not among the first rows (transformers#7024)."""
+
+    def loss(outputs, labels, num_items_in_batch=None):
+        return cross_entropy(outputs.logits, labels, weight=torch.tensor([1.0, 1.0, 5.0]))
+
+    batch = {k: v.repeat(3, *[1] * (v.dim() - 1)) for k, v in batch_for("vit-image", SIZE).items()}
+    batch["labels"] = torch.tensor([0, 1] * 8 + [0, 1, 0, 1, 0, 1, 0, 2])
+    trainer, _ = trainer_for("vit-image", tmp_path, 24, batch=batch, options={"buckets": "off"},
+                             extra={"compute_loss_func": loss}, **{**SPLIT, "max_steps": 3})  # fmt: skip
+    trainer.train()
+    assert named(tmp_path) == ["the loss adds up in another way than on the first batch; weighted as the host does"]
