@@ -117,7 +117,9 @@ def configure(options: Mapping[str, Any], host_args: Mapping[str, Any] | None = 
     check(AccelConfig(**options), given)
     if given.get("mode") == "tune":
         _log.warning(TUNES_ALONE)
-    return {**callbacks, "on_pretrain_routine_end": partial(start, options=dict(options))}
+    begin = partial(start, options=dict(options))
+    begin.first = True  # type: ignore[attr-defined]  # see integrations.ultralytics.command.on_every_model
+    return {**callbacks, "on_pretrain_routine_end": begin}
 
 
 def check(config: AccelConfig, host_args: Mapping[str, Any]) -> None:

@@ -182,7 +182,6 @@ def _host_args(joined: list[str]) -> dict[str, Any]:
 def load(command: Command) -> Callbacks:
     """Import the command's modules and collect their functions by event.
 
-    Plugs, which have `configure`, come first: they put a resumed run's state back before users' callbacks set theirs.
     The current directory is looked in last: a console script does not have it on its path. The host hands
     the path on to its worker processes. Raises CommandError.
     """
@@ -190,9 +189,8 @@ def load(command: Command) -> Callbacks:
         sys.path.append(str(Path.cwd()))
     collected: Callbacks = {}
     readers = 0
-    modules = {name: _import(name) for name in command.modules}
-    for name in sorted(modules, key=lambda name: not callable(getattr(modules[name], "configure", None))):
-        module = modules[name]
+    for name in command.modules:
+        module = _import(name)
         configure = getattr(module, "configure", None)
         if callable(configure):
             readers += 1
@@ -221,6 +219,9 @@ def load(command: Command) -> Callbacks:
 def on_every_model(callbacks: Callbacks) -> Iterator[None]:
     """Within this context every model of the host is made with these callbacks, and so are its trainers.
 
+    A function with a true attribute `first` goes before all others of its event. (A plug puts a resumed run's state
+    back there, before users' callbacks set theirs.)
+
     The host's table of default callbacks would be simpler, but `train` over a list of data sets starts worker
     commands where a model holds nothing beyond the defaults, and the callbacks would be lost there.
     """
@@ -233,8 +234,9 @@ def on_every_model(callbacks: Callbacks) -> Iterator[None]:
         init(self, *args, **kwargs)
         for event, functions in callbacks.items():
             for function in functions:
-                if function not in self.callbacks[event]:  # a model made from a model shares its lists
-                    self.add_callback(event, function)
+                listed = self.callbacks[event]
+                if function not in listed:  # a model made from a model shares its lists
+                    listed.insert(0 if getattr(function, "first", False) else len(listed), function)
 
     Model.__init__ = with_callbacks  # type: ignore[method-assign]
     try:

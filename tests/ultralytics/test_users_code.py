@@ -22,6 +22,8 @@ from ultralytics import YOLO
 from ultralytics.models.yolo.detect import DetectionTrainer
 from ultralytics.utils.torch_utils import ModelEMA
 
+from integrations.ultralytics import command
+from plugins import yolo
 from plugins.yolo import attach
 from tests.ultralytics.conftest import Run, same, tensors, without_plug
 from tests.ultralytics.test_saving import Killed, keep_copies, stop_after
@@ -304,6 +306,20 @@ def test_what_callbacks_set_on_a_resume_is_not_taken_back(event: str, train: Tra
     model_of = Path("run/weights/last.pt").resolve()
     train(accel={"accumulate": 2}, resume=model_of, callbacks=functions, spy=NoSpy())
     assert at_first_batch[0] == (0.125, 0.5)
+
+
+def test_the_plug_takes_hold_before_users_callbacks_by_attach_and_by_the_command(
+    models: Callable[[str], Path],
+) -> None:
+    """So that a resumed run's state is put back before they set theirs."""
+    event = "on_pretrain_routine_end"
+    model = YOLO(str(models("detect")))
+    model.add_callback(event, print)
+    assert attach(model).callbacks[event][0].func is yolo.start
+    with command.on_every_model({event: [print, yolo.configure({})[event]]}):
+        listed = YOLO(str(models("detect"))).callbacks[event]
+    assert listed[0].func is yolo.start
+    assert listed[-1] is print
 
 
 # -- tune -----------------------------------------------------------------------------------------------------------
