@@ -21,14 +21,12 @@ reduced once an update.
 
 from __future__ import annotations
 
-import copy
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from numbers import Real
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -39,12 +37,13 @@ from torch.optim.lr_scheduler import LRScheduler
 from integrations.layout import LoopLayout
 from integrations.seam import UnsupportedRun, micro_batches
 from plugins.config import AccelConfig
-from plugins.core import checkpoint, nested, precision, savefile
+from plugins.core import checkpoint, nested, precision
 from plugins.core.compile import CompileRefused
 from plugins.core.ema import EMA
 from plugins.core.loop_checks import bare_module, check_model, check_optimizer, check_schedule
+from plugins.core.loop_run import LoopRun
 from plugins.core.loop_step import LoopStep
-from plugins.core.loop_tuning import LoopTuning, by_rule, may_measure, settings
+from plugins.core.loop_tuning import LoopTuning, by_rule, may_measure, scale_rate, settings
 from plugins.core.planfile import PlanError, Start
 from plugins.core.ranks import same_start
 from plugins.core.replay import Replay
@@ -54,7 +53,7 @@ from plugins.core.update import Outcome
 from plugins.errors import AccelError
 
 
-class Accelerated:
+class Accelerated(LoopRun):
     """One training run of `model`, which stays the object it is.
 
     Args:
@@ -107,7 +106,7 @@ class Accelerated:
         if self.config.seed != "host":
             checkpoint.seed_everything(int(self.config.seed))
         self.accumulate = self._micro_batches_an_update(micro_batch)
-        self._scale_rate()
+        scale_rate(self.config, optimizer, self.accumulate)
         self.scheduler = schedule(optimizer) if schedule is not None else None
         if self.scheduler is not None:
             check_schedule(self.scheduler)
@@ -292,74 +291,6 @@ class Accelerated:
             self._deprecated.add(name)
             warnings.warn(f"Accelerated: {name} is deprecated; use {instead}", DeprecationWarning, stacklevel=3)
 
-    # -- validation ----------------------------------------------------------------------------------------------
-
-    @contextmanager
-    def validation(self) -> Iterator[nn.Module]:
-        """The model in eval mode, with the averaged weights where there is an EMA; all is put back after it."""
-        training, self._validating = self.model.training, True
-        swapped = self.average.swapped() if self.average is not None else nullcontext()
-        try:
-            with self.session.validation(), swapped, torch.no_grad():
-                self.model.eval()
-                yield self.model
-        finally:
-            self._validating = False
-            self.train(training)
-
-    def train(self, mode: bool = True) -> None:
-        """Training mode; BatchNorm layers that the settings freeze stay in eval mode."""
-        self.model.train(mode)
-        self.session.statistics.apply(self.accumulate)
-
-    def weights(self) -> dict[str, Tensor]:
-        """What to ship: the averaged weights where there is an EMA, else the live ones; the model's own names."""
-        with self.average.swapped() if self.average is not None else nullcontext():
-            found = checkpoint.own_state(self._bare)
-            return {n: v.detach().clone() if isinstance(v, Tensor) else copy.deepcopy(v) for n, v in found.items()}
-
-    # -- save and resume -----------------------------------------------------------------------------------------
-
-    def save(self, path: str | Path, **extra: Any) -> Path:
-        """Writes everything that a bit-for-bit resume needs, atomically; `extra` holds plain values and tensors.
-
-        The weights lie under "model" with the model's own names; the file loads with `weights_only=True`.
-
-        Raises:
-            AccelError: something in `extra` that could not be loaded in this way.
-        """
-        savefile.check_plain(extra)
-        live = self.average.unswapped() if self.average is not None else nullcontext()  # also inside `validation`
-        with live, self._step.gradients_inside():
-            savefile.save(Path(path), self.session, self.scheduler, tuned=self._tuning.measured, extra=extra)
-        return Path(path)
-
-    def resume(self, path: str | Path) -> dict[str, Any]:
-        """Goes on where `save` stopped, random state included; returns `extra`.
-
-        Raises:
-            AccelError: a missing, damaged or foreign file, or one of another model; nothing is changed then.
-        """
-        state = savefile.belonging(Path(path), self.session, self.scheduler)
-        if state.get("tuned"):
-            self._tuning.measure()
-        self._step.load(state)
-        self._tuning.resume()
-        checkpoint.set_random_state(state["random"])
-        return dict(state["extra"])
-
-    def end(self, folder: str | Path | None = None) -> Path | None:
-        """Takes everything off the model and writes accel_report.* into `folder`; safe to call twice."""
-        return self.session.end(Path(folder) if folder is not None else None)
-
-    def __enter__(self) -> Accelerated:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        if kind is None:
-            self.flush()
-        self.end()
-
     # -- settings into facts -------------------------------------------------------------------------------------
 
     def _micro_batches_an_update(self, micro_batch: int | None) -> int:
@@ -372,13 +303,6 @@ class Accelerated:
             return micro_batches(wanted, micro_batch * self.world, "micro_batch x processes")
         except UnsupportedRun as error:
             raise AccelError(str(error)) from None
-
-    def _scale_rate(self) -> None:
-        if self.config.lr_scale == "off":
-            return
-        factor = self.accumulate if self.config.lr_scale == "linear" else math.sqrt(self.accumulate)
-        for group in self.optimizer.param_groups:
-            group["lr"] *= factor
 
     def _describe(self) -> None:
         report = self.session.report

@@ -127,6 +127,15 @@ def may_measure(config: AccelConfig) -> bool:
     return isinstance(config.plan, Path) or (config.plan == "auto" and config.compile != "on" and alone)
 
 
+def scale_rate(config: AccelConfig, optimizer: torch.optim.Optimizer, accumulate: int) -> None:
+    """The learning rate for `accumulate` times as many samples an update, as `lr_scale` says."""
+    if config.lr_scale == "off":
+        return
+    factor = accumulate if config.lr_scale == "linear" else math.sqrt(accumulate)
+    for group in optimizer.param_groups:
+        group["lr"] *= factor
+
+
 def by_rule(config: AccelConfig, model: nn.Module, device: torch.device) -> AccelConfig:
     """The settings with precision and layout resolved for this device.
 
