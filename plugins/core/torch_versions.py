@@ -57,19 +57,19 @@ ISOLATION = Symbol(
 )
 BACKWARD_AUTOCAST = Symbol(
     "torch._functorch.config.backward_pass_autocast",
-    "2.9",
+    "2.14",
     "a compiled backward runs as torch alone runs it",
     hasattr(functorch_config, "backward_pass_autocast"),
 )
 BACKWARD_AT_ONCE = Symbol(
     "torch._functorch.config.force_non_lazy_backward_lowering",
-    "2.9",
+    "2.14",
     "an error of the compiler in a backward ends the run instead of its compile: set compile=off there",
     hasattr(functorch_config, "force_non_lazy_backward_lowering"),
 )
 REASONS = Symbol(
     "torch._dynamo.utils.CompilationMetrics.recompile_reason",
-    "2.7",
+    "2.14",
     "recompiles are counted, and their reasons are not in the report",
     "recompile_reason" in _fields,
 )
