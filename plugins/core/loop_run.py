@@ -8,10 +8,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Self
 
 from plugins.core import checkpoint, savefile
 from plugins.core.ema import EMA
