@@ -150,9 +150,8 @@ class Seam(Protocol):
     def validation(self) -> AbstractContextManager[None]:
         """Validation runs inside: its compiles and its time are not training's."""
 
-    @property
     def run_state(self) -> Any:
-        """The run's state by fields: `run_state.without("model", ...)` leaves out what a host's own file holds."""
+        """The run's state by fields: `run_state().without("model", ...)` leaves out what a host's own file holds."""
 
     def state_dict(self) -> dict[str, Any]:
         """Live weights, optimizer, scaler, window with its gradients, EMA, random state, counts."""

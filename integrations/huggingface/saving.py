@@ -80,7 +80,7 @@ class Saving:
 
     def _run_state(self) -> Any:
         """Without what the host's own files hold: the averaged weights are the model's in them."""
-        return self.session.run_state.without("config", "model", "optimizer", "scaler", "average", "random")
+        return self.session.run_state().without("config", "model", "optimizer", "scaler", "average", "random")
 
     def resume(self, checkpoint: Path) -> None:
         """The host has loaded what it saved; put back what it left out."""

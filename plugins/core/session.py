@@ -309,16 +309,15 @@ class Session:
         finally:
             self.meter.not_waiting()
 
-    @property
     def run_state(self) -> RunState:
         """What a resume needs; a host leaves out the fields that its own checkpoint holds."""
         return RunState(self.config, self.model, self.update, self.window, self.statistics, self.account, self.planner)
 
     def state_dict(self) -> dict[str, Any]:
-        return self.run_state.state_dict()
+        return self.run_state().state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.run_state.load_state_dict(state)
+        self.run_state().load_state_dict(state)
 
     def warn(self, text: str) -> None:
         self.account.warn(text)

@@ -4,7 +4,7 @@ Parts of a session have `state_dict` and `load_state_dict`; a `RunState` assembl
 values and tensors, which `weights_only` loading allows. A host whose own checkpoint holds some of its fields leaves
 those out:
 
-    state = session.run_state.without("model", "optimizer", "scaler", "average", "random")
+    state = session.run_state().without("model", "optimizer", "scaler", "average", "random")
     torch.save(state.state_dict(), path)
 """
 

@@ -89,7 +89,7 @@ def test_a_state_keeps_the_switches_of_the_run_before(clock: Clock) -> None:
 
 def test_every_field_is_in_the_state_and_a_host_leaves_out_its_own(clock: Clock) -> None:
     held = Host(clock, by_name()).session()
-    state = held.run_state
+    state = held.run_state()
     assert set(state.state_dict()) == FIELDS
     assert set(state.without("model", "optimizer").state_dict()) == FIELDS - {"model", "optimizer"}
     assert set(state.without("gradients", "plan").state_dict()) == FIELDS - {
@@ -108,7 +108,7 @@ def test_a_field_that_is_left_out_is_neither_read_nor_put_back(clock: Clock, mon
     weights = snapshot(second.model)
     monkeypatch.setattr(second.optimizer, "state_dict", lambda: pytest.fail("read"))
     monkeypatch.setattr(second.optimizer, "load_state_dict", lambda state: pytest.fail("put back"))
-    less = again.run_state.without("model", "optimizer")
+    less = again.run_state().without("model", "optimizer")
     less.state_dict()
     less.load_state_dict(whole)
     assert same(snapshot(second.model), weights)
