@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from integrations.huggingface import versions
 from tests import reference
 from tests.huggingface.heads import HEADS, batch_for, model_for
 from tests.huggingface.ranks import SPLITS
@@ -56,7 +57,9 @@ def test_one_process(head, micro, accumulate, tmp_path):
     trainer.train()
     assert reference.difference(spy.gradients[0], gradients) <= GRADIENT
     assert losses(trainer) == [pytest.approx(loss, rel=2e-6, abs=LOGGED)]
-    norm = next(e["grad_norm"] for e in trainer.state.log_history if "grad_norm" in e)
+    norm = spy.norms[0]
+    if versions.GRAD_NORM.here:  # an older host logs no norm where it clips nothing
+        norm = next(e["grad_norm"] for e in trainer.state.log_history if "grad_norm" in e)
     assert norm == pytest.approx(float(torch.nn.utils.get_total_norm(gradients.values())), rel=1e-5)
     facts = report(tmp_path)["window"]
     assert (facts["updates"], facts["exact"], facts["approximate_terms"]) == (1, True, [])
