@@ -54,7 +54,8 @@ class Adapter:
         self.starting = Starting(trainer, self.config, tools.seed, self._say, self.end)
         self.on_model: list[Held] = []  # others on its config and its wrapper
         self.losses = Losses(trainer, self.config.normalise == "exact", self._approximate)
-        self.loaders = Loaders(trainer, self.config.buckets, self.config.recompile_budget, self._say)
+        compiled = self.config.validate_ == "compiled"
+        self.loaders = Loaders(trainer, self.config.buckets, self.config.recompile_budget, self._say, compiled)
         self.windows: Any = None
         self.layout: Any = None
         self._evaluating = self._generating = False

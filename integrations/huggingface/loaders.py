@@ -37,10 +37,19 @@ class Loaders:
         buckets: "auto", "off" or edges in tokens.
         limit: the most edges that are found from data.
         say: shows a line to the user.
+        compiled: evaluation is compiled, so its lengths have to be few at "auto" too.
     """
 
-    def __init__(self, trainer: Any, buckets: str | Sequence[int], limit: int, say: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        trainer: Any,
+        buckets: str | Sequence[int],
+        limit: int,
+        say: Callable[[str], None],
+        compiled: bool = False,
+    ) -> None:
         self.trainer, self.buckets, self.limit, self.say = trainer, buckets, min(limit, 8), say
+        self.compiled = compiled
         self._edges: list[int] = []
         self.padding: tuple[int, int] | None = None  # padded tokens that hold nothing, and all tokens, of an epoch
         # the dataset and the collator are kept, so their ids stay their own
@@ -118,6 +127,8 @@ class Loaders:
             return None
         sampler = self._sampler_for(found, edges, batch_size, is_training)
         dataset, collate = self._host_parts(dataset, description)
+        # predictions are as wide as the widest batch, which is the host's where nothing is gained by more
+        pads = is_training or self.compiled or self.buckets != "auto"
         placed = PlacedDataset(dataset)
         if not is_training:
             placed.order = sampler.order
@@ -125,7 +136,7 @@ class Loaders:
             DataLoader(
                 placed,
                 batch_sampler=sampler,
-                collate_fn=self._collator(collate, edges, key, found.forms),
+                collate_fn=self._collator(collate, edges if pads else [], key, found.forms),
                 **loader_options(self.trainer.args, is_training),
             )
         )

@@ -6,6 +6,7 @@ import itertools
 import os
 import random
 import time
+from functools import partial
 
 import datasets
 import numpy as np
@@ -13,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.data import IterableDataset
-from transformers import BertForQuestionAnswering, Trainer
+from transformers import BertForQuestionAnswering, BertForTokenClassification, Trainer
 
 from integrations.huggingface import forked
 from integrations.huggingface.collator import BucketCollator
@@ -219,6 +220,19 @@ def test_a_collator_is_asked_once_a_batch(tmp_path):
     ours, theirs = both(tmp_path, make, max_steps=-1, num_train_epochs=2)
     assert ours[0] == theirs[0] == [2] * 24
     assert report(tmp_path / "True")["shapes"]["buckets"]
+
+
+def test_predictions_are_as_wide_as_the_host_s(tmp_path):
+    data = rows(labels=lambda i, n: [1] * n, longest=37)
+    collate = partial(pad, along=("input_ids", "attention_mask", "labels"), fill={"labels": -100})
+    wide = []
+    for plug in (True, False):
+        model = bert(BertForTokenClassification, num_labels=3)
+        trainer = run(tmp_path, model, data, plug=plug, extra={"data_collator": collate}, per_device_eval_batch_size=4)
+        found = trainer.predict(TokenRows(data))
+        wide.append((found.predictions.shape, found.label_ids.tolist()))
+    assert wide[0] == wide[1]
+    assert wide[0][0] == (24, 37, 3)
 
 
 # -- losses that cover padding -------------------------------------------------------------------------------------
