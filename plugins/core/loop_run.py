@@ -86,7 +86,8 @@ class LoopRun(ABC):
         savefile.check_plain(extra)
         live = self.average.unswapped() if self.average is not None else nullcontext()  # also inside `validation`
         with live, self._step.gradients_inside():
-            savefile.save(Path(path), self.session, self.scheduler, tuned=self._tuning.measured, extra=extra)
+            opened = {"tuned": True} if self._tuning.opened else {}
+            savefile.save(Path(path), self.session, self.scheduler, extra=extra, **opened)
         return Path(path)
 
     def resume(self, path: str | Path) -> dict[str, Any]:

@@ -46,13 +46,14 @@ class LoopTuning:
 
     def __init__(self, config: AccelConfig, session: Session, layout: Layout, replay: Replay, measured: bool) -> None:
         self.config, self.session, self.layout, self.replay, self.measured = config, session, layout, replay, measured
+        self.opened = False  # by `batches`, after the run was built by rule
         self._left = 0
 
     def measure(self) -> None:
         """From here on what is `auto` is measured, if nothing was trained yet."""
         if self.measured or self.session.report.window.micro_batches or not may_measure(self.config):
             return
-        self.measured = True
+        self.measured = self.opened = True
         if not isinstance(self.config.plan, Path):
             start = Start.of(self.config, self.layout.device)
             self.layout.apply(start.plan.precision, start.plan.memory_format)
