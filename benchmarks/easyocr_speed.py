@@ -35,17 +35,17 @@ from render_lines import line  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 
-from integrations.easyocr.batches import WidthBatches  # noqa: E402
+from integrations.easyocr.bucketing import WidthBatches  # noqa: E402
 from integrations.easyocr.labels import ctc_loss  # noqa: E402
 from integrations.easyocr.network import read  # noqa: E402
-from integrations.easyocr.optim import optimizer  # noqa: E402
+from integrations.easyocr.optimizer import optimizer  # noqa: E402
 from integrations.easyocr.prepare import Prepared, prepare  # noqa: E402
 from integrations.easyocr.reading import read_lines  # noqa: E402
 from integrations.easyocr.scoring import score  # noqa: E402
 from integrations.easyocr.settings import read_settings  # noqa: E402
 from integrations.easyocr.stream import loader  # noqa: E402
-from plugins.core.checkpoint import seed_everything  # noqa: E402
-from plugins.core.memory import Peaks  # noqa: E402
+from plugins.core.checkpoint.rng_state import seed_everything  # noqa: E402
+from plugins.core.system.memory import Peaks  # noqa: E402
 from plugins.easyocr import _config  # noqa: E402
 from plugins.easyocr.training import Run  # noqa: E402
 

@@ -32,7 +32,7 @@ from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 from ultralytics import YOLO  # noqa: E402
 
-from plugins.core.memory import Peaks  # noqa: E402
+from plugins.core.system.memory import Peaks  # noqa: E402
 from plugins.yolo import attach  # noqa: E402
 
 TURN = 4  # steps of one trainer before the other's turn

@@ -28,10 +28,11 @@ import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from benchmarks.plain_loop import SMALL, Loop, Sizes  # noqa: E402
-from plugins.core import devices, precision  # noqa: E402
+from plugins.core.autotune.plan_file import Switch, write_switches  # noqa: E402
+from plugins.core.compile.toolchain import missing_compiler  # noqa: E402
 from plugins.core.plan import Plan  # noqa: E402
-from plugins.core.planfile import Switch, write_switches  # noqa: E402
-from plugins.core.toolchain import missing_compiler  # noqa: E402
+from plugins.core.step import precision  # noqa: E402
+from plugins.core.system import devices  # noqa: E402
 from plugins.loop import Accelerated  # noqa: E402
 
 Row = tuple[str, str, str]  # what, measured, wanted or usually claimed
@@ -139,7 +140,7 @@ class Check:
             for x in self.batches(16):
                 loop.micro_batch(held, x, 1)
             found[name] = torch.cat([p.detach().flatten() for p in loop.model.parameters()])
-            ran = ", then ".join(switch.plan.name for switch in held.planner.switches) or name
+            ran = ", then ".join(switch.plan.name for switch in held.tuner.switches) or name
             held.end()
             if name != "eager":
                 off = float((found[name] - found["eager"]).norm() / found["eager"].norm())
@@ -211,14 +212,14 @@ class Check:
                 eager = seconds
                 rows.append((f"{updates} updates, plug eager, fp32", steps, ""))
                 continue
-            learnt, timings = held.planner.beside.learnt, held.planner.timings
-            at = [switch.update for switch in held.planner.switches]
+            findings, timings = held.tuner.background.findings, held.tuner.timings
+            at = [switch.update for switch in held.tuner.switches]
             ratio = f"{steps}, {seconds / eager:.2f}"
-            rows.append((f"{updates} updates, {name}: {held.planner.plan.name}", ratio, "< 1"))
+            rows.append((f"{updates} updates, {name}: {held.tuner.plan.name}", ratio, "< 1"))
             rows.append(
-                (f"  switched at {at}", f"cold {learnt.cold_seconds:.1f} s, warm {learnt.warm_seconds:.1f} s", "")
+                (f"  switched at {at}", f"cold {findings.cold_seconds:.1f} s, warm {findings.warm_seconds:.1f} s", "")
             )
-            rows.append(("  compile", learnt.reason or wanted["compile"], ""))
+            rows.append(("  compile", findings.reason or wanted["compile"], ""))
             if timings:
                 figures = [f"{t.plan.name} {t.middle * 1e3:.2f} (spread {t.spread * 1e3:.2f})" for t in timings]
                 rows.append(("  candidates, ms a step", "; ".join(figures), ""))

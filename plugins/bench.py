@@ -19,10 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from plugins.config import AccelConfig
-from plugins.core import devices
-from plugins.core import plan as planning
+from plugins.core.autotune import cost_model
+from plugins.core.compile.toolchain import missing_compiler
 from plugins.core.plan import Plan, Timing
-from plugins.core.toolchain import missing_compiler
+from plugins.core.system import devices
 from plugins.errors import AccelError
 from plugins.loop import Accelerated
 
@@ -98,7 +98,7 @@ class Contender:
         if not self.timing.beats(plain.timing):
             return None
         cost = max(self.timing.first - plain.timing.first, 0.0)
-        return planning.break_even(cost, plain.timing.middle, self.timing.middle, 0, 1)
+        return cost_model.break_even(cost, plain.timing.middle, self.timing.middle, 0, 1)
 
 
 def bench(kind: str, updates: int, compiled: bool, device: torch.device, show: Say, warn: Say) -> list[Contender]:
@@ -143,7 +143,7 @@ def bench(kind: str, updates: int, compiled: bool, device: torch.device, show: S
 def plans(model: nn.Module, device: torch.device, compiled: bool) -> list[Plan]:
     """What a run would try here, whether it gains or not: precisions, layouts, and the compile of repeated blocks, on
     top of the loop's own and of the most promising one."""
-    eager = [Plan(), *planning.layouts(model, device, Plan(), frozenset({"precision", "memory_format"}))]
+    eager = [Plan(), *cost_model.layouts(model, device, Plan(), frozenset({"precision", "memory_format"}))]
     return [*eager, *(replace(plan, compile="regional") for plan in eager[:2] if compiled)]
 
 
@@ -171,7 +171,7 @@ def plugged(model: nn.Module, batch: Tensor, plan: Plan, folder: str) -> Steps:
     )
     optimizer = torch.optim.AdamW(model.parameters())
     with Accelerated(model, optimizer, say=lambda line: None, config=config) as accel:
-        accel.session.compilation.watch.progress = None  # `bench` shows what goes on
+        accel.session.compilation.monitor.progress = None  # `bench` shows what goes on
         while True:
             began = time.perf_counter()
             with accel.forward(batch) as images:

@@ -13,7 +13,7 @@ from rich.table import Table
 from plugins.errors import AccelError
 
 if TYPE_CHECKING:
-    from plugins.core.remember import Memory
+    from plugins.core.autotune.plan_cache import PlanCache
 
 Kind = Literal["convolutions", "encoder", "pointwise"]  # of `accel bench`'s models
 
@@ -31,10 +31,10 @@ def doctor() -> None:
     import torch
 
     from plugins import doctor as looking
-    from plugins.core import devices
-    from plugins.core.precision import bf16_is_fast
-    from plugins.core.report import versions
-    from plugins.core.toolchain import missing_compiler
+    from plugins.core.compile.toolchain import missing_compiler
+    from plugins.core.step.precision import bf16_is_fast
+    from plugins.core.system import devices
+    from plugins.core.telemetry.report import versions
 
     table = Table("found", "")
     for name, found in versions("ultralytics", "transformers", "accelerate", "datasets", "easyocr").items():
@@ -59,9 +59,9 @@ def report(run: Annotated[Path, typer.Argument(help="A run's folder, or its acce
     """Print what a run did, in words and figures."""
     from pydantic import TypeAdapter, ValidationError
 
-    from plugins.core.record import one_line
-    from plugins.core.render import summary
-    from plugins.core.report import JSON_NAME, Report
+    from plugins.core.autotune.json_record import one_line
+    from plugins.core.telemetry.html import summary
+    from plugins.core.telemetry.report import JSON_NAME, Report
 
     path = run / JSON_NAME if run.is_dir() else run
     if not path.is_file():
@@ -130,7 +130,7 @@ def bench(
 ) -> None:
     """Time what each plan gives on this machine, on small models that need no data."""
     from plugins import bench as benchmark
-    from plugins.core import devices
+    from plugins.core.system import devices
 
     device = devices.own()
     console = _console()
@@ -204,7 +204,7 @@ def prune(
     older_than: Annotated[float, typer.Option(min=0, help="Days; 0 removes everything.")] = 30.0, folder: Folder = None
 ) -> None:
     """Remove plans and compiled code that were not written for so many days."""
-    from plugins.core.remember import CacheError
+    from plugins.core.autotune.plan_cache import CacheError
 
     memory = _memory(folder)
     try:
@@ -219,7 +219,7 @@ def prune(
 @cache.command("export")
 def export_cache(target: Annotated[Path, typer.Argument(help="The .tar.gz to write.")], folder: Folder = None) -> None:
     """Pack plans and compiled code, to warm another machine of the same kind."""
-    from plugins.core.pack import export
+    from plugins.core.autotune.cache_archive import export
 
     memory = _memory(folder)
     try:
@@ -235,8 +235,8 @@ def import_cache(
     folder: Folder = None,
 ) -> None:
     """Unpack what `accel cache export` wrote."""
-    from plugins.core.pack import load
-    from plugins.core.remember import CacheError
+    from plugins.core.autotune.cache_archive import load
+    from plugins.core.autotune.plan_cache import CacheError
 
     memory = _memory(folder, there=False)
     try:
@@ -246,10 +246,10 @@ def import_cache(
     print(f"unpacked {count} files into {memory.folder}")
 
 
-def _memory(folder: Path | None, there: bool = True) -> Memory:
-    from plugins.core.remember import Memory, default_folder
+def _memory(folder: Path | None, there: bool = True) -> PlanCache:
+    from plugins.core.autotune.plan_cache import PlanCache, default_folder
 
-    memory = Memory(folder or default_folder())
+    memory = PlanCache(folder or default_folder())
     if there and not memory.folder.is_dir():
         raise AccelError(f"folder={memory.folder}: no such folder; a run writes it, or give --folder")
     return memory

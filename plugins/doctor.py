@@ -30,9 +30,9 @@ class Lack(NamedTuple):
 
 def lacking() -> Iterator[Lack]:
     """Of torch and of every host that is installed."""
-    from plugins.core import torch_versions
+    from plugins.core.system import versions
 
-    for symbol in torch_versions.TABLE:
+    for symbol in versions.TABLE:
         if not symbol.here:
             yield Lack("torch", symbol.name, symbol.since, symbol.without)
     for room, package in HOSTS.items():

@@ -13,18 +13,18 @@ from typing import Any
 from torch import nn
 from transformers import TrainerCallback
 
+from integrations.contract import UnsupportedRun
 from integrations.huggingface.adapter import Adapter
 from integrations.huggingface.holding import adding_trainer, find_trainer
-from integrations.seam import UnsupportedRun
 from plugins.config import AccelConfig
-from plugins.core.batchnorm import reestimate
-from plugins.core.checkpoint import seed_everything
-from plugins.core.compile import CompileRefused
-from plugins.core.ema import EMA
-from plugins.core.planfile import PlanError, read_switches
-from plugins.core.precision import Unsupported
-from plugins.core.report import versions
+from plugins.core.autotune.plan_file import PlanError, read_switches
+from plugins.core.checkpoint.rng_state import seed_everything
+from plugins.core.compile.compiled_module import CompileRefused
 from plugins.core.session import Session
+from plugins.core.step.batchnorm import reestimate
+from plugins.core.step.ema import EMA
+from plugins.core.step.precision import Unsupported
+from plugins.core.telemetry.report import versions
 from plugins.errors import AccelError
 
 logger = logging.getLogger("plugins")

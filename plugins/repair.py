@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor, nn
 
-from plugins.core.checkpoint import write_atomically
+from plugins.core.checkpoint.atomic_file import write_atomically
 from plugins.errors import AccelError
 
 COMPILED = "_orig_mod"

@@ -28,14 +28,14 @@ def start(trainer: Any, options: Mapping[str, Any] | None = None) -> None:
     """`on_pretrain_routine_end`: take hold of the trainer. Fires on every rank, in worker processes too."""
     if getattr(trainer, "accel", None) is not None:
         return
-    from integrations.seam import UnsupportedRun
+    from integrations.contract import UnsupportedRun
     from integrations.ultralytics.adapter import Adapter
-    from integrations.ultralytics.saving import find_state
-    from plugins.core import precision
-    from plugins.core.compile import CompileRefused
-    from plugins.core.planfile import PlanError
-    from plugins.core.report import versions
+    from integrations.ultralytics.checkpointing import find_state
+    from plugins.core.autotune.plan_file import PlanError
+    from plugins.core.compile.compiled_module import CompileRefused
     from plugins.core.session import Session
+    from plugins.core.step import precision
+    from plugins.core.telemetry.report import versions
 
     damaged = ""
     try:
@@ -86,7 +86,7 @@ def finish(trainer: Any) -> None:
     trainer.accel = None
     adapter.release()
     path = _write_report(trainer, adapter)
-    adapter.seam.end()
+    adapter.session.end()
     if path is not None:
         _log.info(f"accel: report {path.with_suffix('.html')}")
 
@@ -98,9 +98,9 @@ def _write_report(trainer: Any, adapter: Any = None) -> Path | None:
     if adapter is None or not writes_report():
         return None
     try:
-        path: Path = adapter.seam.write_report(Path(trainer.save_dir))
+        path: Path = adapter.session.write_report(Path(trainer.save_dir))
     except OSError as error:
-        adapter.seam.warn(f"report not written: {error}")
+        adapter.session.warn(f"report not written: {error}")
         return None
     return path
 
@@ -155,7 +155,7 @@ def check(config: AccelConfig, host_args: Mapping[str, Any]) -> None:
 
 
 def _check_plan(path: Path) -> None:
-    from plugins.core.planfile import PlanError, read_switches
+    from plugins.core.autotune.plan_file import PlanError, read_switches
 
     try:
         read_switches(path)
@@ -164,7 +164,7 @@ def _check_plan(path: Path) -> None:
 
 
 def _check_fp16(device: str) -> None:
-    from plugins.core import devices
+    from plugins.core.system import devices
 
     if device == "cpu" or not devices.accelerator():
         raise AccelError("precision=fp16: not on a CPU; allowed here are host, auto, fp32, bf16")

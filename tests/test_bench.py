@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from plugins import bench, cli
-from plugins.core import plan as planning
+from plugins.core.autotune import cost_model
 from plugins.core.plan import Plan, Timing
 
 CPU = torch.device("cpu")
@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 @pytest.fixture
 def warnings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Small models, on a CPU that is fast in bf16; what the bench warns of."""
-    monkeypatch.setattr(planning, "bf16_is_fast", lambda device: True)
+    monkeypatch.setattr(cost_model, "bf16_is_fast", lambda device: True)
     blocks = {"tiny": (lambda: nn.Sequential(*(bench.Gated(8) for _ in range(2))), (2, 4, 8))}
     residual = {"images": (lambda: nn.Sequential(bench.Residual(4), bench.Residual(4)), (2, 4, 8, 8))}
     monkeypatch.setattr(bench, "KINDS", {**blocks, **residual, "encoder": blocks["tiny"]})
@@ -70,7 +70,7 @@ def test_nothing_of_the_folder_or_the_environment_counts(
 
 def test_a_plan_that_fails_is_left_out(warnings: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "plans", lambda *args: [Plan("bf16"), Plan("fp16"), Plan(compile="regional")])
-    monkeypatch.setattr("plugins.core.compile.torch.compile", lambda *args, **kwargs: _fails)
+    monkeypatch.setattr("plugins.core.compile.compiled_module.torch.compile", lambda *args, **kwargs: _fails)
     found = run("tiny", warnings, compiled=True)
     assert list(found) == ["plain loop", "bf16"]
     assert len(warnings) == 2

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from plugins import cli
-from plugins.core.beside import Learnt
+from plugins.core.autotune.background_compile import CompileFindings
+from plugins.core.autotune.plan_cache import PlanCache
 from plugins.core.plan import Plan
-from plugins.core.remember import Memory
-from plugins.core.report import Report
+from plugins.core.telemetry.report import Report
 from tests.core.remembered import entry
 
 KEY = "ab" * 32
@@ -39,9 +39,11 @@ def accel(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], t
 
 
 @pytest.fixture
-def memory(tmp_path: Path) -> Memory:
-    made = Memory(tmp_path / "cache")
-    made.keep(KEY, entry(Plan("bf16", "channels_last", "regional"), compile=Learnt(cold_seconds=3.25).as_dict()))
+def memory(tmp_path: Path) -> PlanCache:
+    made = PlanCache(tmp_path / "cache")
+    made.keep(
+        KEY, entry(Plan("bf16", "channels_last", "regional"), compile=CompileFindings(cold_seconds=3.25).as_dict())
+    )
     return made
 
 
@@ -105,7 +107,7 @@ def test_a_report_of_fewer_parts_is_shown(accel, tmp_path: Path) -> None:  # typ
     assert accel("report", tmp_path)[0] == 0
 
 
-def test_cache_list(accel, memory: Memory) -> None:  # type: ignore[no-untyped-def]
+def test_cache_list(accel, memory: PlanCache) -> None:  # type: ignore[no-untyped-def]
     (memory.folder / "inductor").mkdir()
     (memory.folder / "inductor" / "x.so").write_bytes(bytes(2 * 2**20))
     code, out, _ = accel("cache", "list", "--folder", memory.folder)
@@ -118,7 +120,7 @@ def test_cache_list(accel, memory: Memory) -> None:  # type: ignore[no-untyped-d
     "damage", [{"parameters": None}, {"compile": []}, {"compile": {"cold_seconds": "a"}}, {"plan": 7}]
 )
 def test_cache_list_shows_what_is_damaged_and_leaves_it(  # type: ignore[no-untyped-def]
-    accel, memory: Memory, damage: dict[str, Any]
+    accel, memory: PlanCache, damage: dict[str, Any]
 ) -> None:
     memory.keep("cd" * 32, {**entry(), **damage})
     (memory.plans / f"{'ef' * 32}.json").write_text("{")
@@ -130,7 +132,7 @@ def test_cache_list_shows_what_is_damaged_and_leaves_it(  # type: ignore[no-unty
     assert {path: path.read_text() for path in memory.plans.iterdir()} == before
 
 
-def test_cache_list_prints_words_as_they_are(accel, memory: Memory) -> None:  # type: ignore[no-untyped-def]
+def test_cache_list_prints_words_as_they_are(accel, memory: PlanCache) -> None:  # type: ignore[no-untyped-def]
     memory.keep("cd" * 32, entry(device="[/x]", torch="[bold]"))
     code, out, _ = accel("cache", "list", "--folder", memory.folder)
     assert code == 0
@@ -138,14 +140,14 @@ def test_cache_list_prints_words_as_they_are(accel, memory: Memory) -> None:  # 
     assert "[bold]" in out
 
 
-def test_cache_prune(accel, memory: Memory) -> None:  # type: ignore[no-untyped-def]
+def test_cache_prune(accel, memory: PlanCache) -> None:  # type: ignore[no-untyped-def]
     assert accel("cache", "prune", "--folder", memory.folder)[1].startswith("removed 0 plans")
     assert accel("cache", "prune", "--older-than", 0, "--folder", memory.folder)[1].startswith("removed 1 plans")
     assert list(memory.entries()) == []
 
 
 def test_prune_that_may_not_or_cannot_is_one_line(  # type: ignore[no-untyped-def]
-    accel, memory: Memory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    accel, memory: PlanCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "other").mkdir()
     code, _, error = accel("cache", "prune", "--older-than", 0, "--folder", tmp_path / "other")
@@ -159,14 +161,14 @@ def test_prune_that_may_not_or_cannot_is_one_line(  # type: ignore[no-untyped-de
     assert "Permission denied" in one_line(code, error)
 
 
-def test_cache_export_and_import_into_the_projects_own_folder(accel, memory: Memory, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_cache_export_and_import_into_the_projects_own_folder(accel, memory: PlanCache, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     assert accel("cache", "export", tmp_path / "c.tar.gz", "--folder", memory.folder)[0] == 0
     code, out, _ = accel("cache", "import", tmp_path / "c.tar.gz")
     assert (code, "unpacked 1 files" in out) == (0, True)
     assert KEY[:12] in accel("cache", "list")[1]
 
 
-def test_mistakes_are_one_line(accel, memory: Memory, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_mistakes_are_one_line(accel, memory: PlanCache, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     (tmp_path / "no.tar.gz").write_text("no")
     for arguments, word in (
         (("cache", "list"), "no such folder"),

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from plugins import doctor
-from plugins.core import torch_versions
+from plugins.core.system import versions
 from plugins.doctor import Lack, lacking, others, start_up_file, words
 
 ROOT = Path(__file__).parents[1]
@@ -25,14 +25,14 @@ def package(folder: Path, name: str = "plugins") -> Path:
 
 def test_what_torch_lacks_is_a_row_with_what_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "HOSTS", {})
-    rows = [dataclasses.replace(torch_versions.ISOLATION, here=False), torch_versions.Symbol("x", "1", "y", True)]
-    monkeypatch.setattr(torch_versions, "TABLE", rows)
+    rows = [dataclasses.replace(versions.ISOLATION, here=False), versions.Symbol("x", "1", "y", True)]
+    monkeypatch.setattr(versions, "TABLE", rows)
     wanted = Lack("torch", rows[0].name, rows[0].since, rows[0].without)
     assert list(lacking()) == [wanted]
 
 
 def test_a_host_that_is_not_installed_has_no_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch_versions, "TABLE", ())
+    monkeypatch.setattr(versions, "TABLE", ())
     monkeypatch.setattr(doctor, "HOSTS", {"ultralytics": "no_such_host"})
     assert list(lacking()) == []
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from examples import gpu_check
-from plugins.core import devices
+from plugins.core.system import devices
 
 
 @pytest.fixture(autouse=True)

@@ -132,7 +132,7 @@ print(",".join(sorted({{name.partition(".")[0] for name in sys.modules}} & {{{na
         ("from plugins import AccelConfig; AccelConfig()", HOSTS | {"torch", "integrations"}),
         ("import plugins.yolo; plugins.yolo.callbacks", HOSTS | {"torch"}),
         ("import plugins.core.session", HOSTS | {"integrations"}),
-        ("import integrations.seam, integrations.patches", HOSTS | {"plugins"}),
+        ("import integrations.contract, integrations.patches", HOSTS | {"plugins"}),
     ],
 )
 def test_what_an_import_loads(statement: str, forbidden: set[str], tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from integrations.easyocr.augment import Augment
-from integrations.easyocr.batches import WidthBatches
+from integrations.easyocr.bucketing import WidthBatches
 from integrations.easyocr.charset import characters_of, check_languages, languages_told
 from integrations.easyocr.data import LineSet, Skipped, keep_trainable, read_any
 from integrations.easyocr.errors import EasyOCRError

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from integrations.easyocr.augment import Augment
-from integrations.easyocr.batches import Batch
+from integrations.easyocr.bucketing import Batch
 from integrations.easyocr.data import LineSet
 from integrations.easyocr.labels import encode, infeasible
 from integrations.easyocr.network import Features, frames

@@ -17,17 +17,17 @@ from typing import Any
 
 import torch
 
+from integrations.contract import UnsupportedRun
 from integrations.huggingface import arguments, evaluation, versions
+from integrations.huggingface.data import Loaders
 from integrations.huggingface.holding import Held, caller_local, of_host
-from integrations.huggingface.layout import Layout
 from integrations.huggingface.lengths import length_key
-from integrations.huggingface.loaders import Loaders
-from integrations.huggingface.losses import Losses
+from integrations.huggingface.loss_scaling import Losses
 from integrations.huggingface.padding import covers_unequal_padding
+from integrations.huggingface.precision_layout import Layout
 from integrations.huggingface.saving import Saving
 from integrations.huggingface.starting import Starting
 from integrations.huggingface.windows import Windows
-from integrations.seam import UnsupportedRun
 
 
 class Adapter:
@@ -136,7 +136,7 @@ class Adapter:
         self.session = session = self.new_session()
         model, args = trainer.accelerator.unwrap_model(trainer.model), trainer.args
         self.losses = Losses(trainer, self.config.normalise == "exact", self._approximate)
-        self.losses.seam = session
+        self.losses.session = session
         self.average = self.tools.average(model)
         self.layout = Layout(trainer, model, trainer.compute_loss)
         self.windows = Windows(trainer, session, self.losses, self.layout, self.config.batchnorm == "precise")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from integrations.contract import UnsupportedRun, micro_batches
 from integrations.huggingface.holding import Held
 from integrations.huggingface.lengths import most_positions
-from integrations.seam import UnsupportedRun, micro_batches
 
 
 def refuse_contradictions(trainer: Any, config: Any) -> None:

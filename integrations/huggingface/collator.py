@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import Dataset, IterableDataset
 
-from integrations.huggingface.edges import fitted
+from integrations.huggingface.bucket_sampler import Placed
+from integrations.huggingface.bucketing import fitted
 from integrations.huggingface.lengths import RENAMED, Form, is_label, length_of
 from integrations.huggingface.padding import ANSWERS
-from integrations.huggingface.sampler import Placed
 
 IGNORED = -100
 """The label that no loss of the host counts."""

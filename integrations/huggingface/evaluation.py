@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from integrations.huggingface.collator import PlacedDataset
-from integrations.huggingface.loaders import Loaders
-from integrations.huggingface.losses import Losses
+from integrations.huggingface.data import Loaders
+from integrations.huggingface.loss_scaling import Losses
 
 
 def run(

@@ -15,7 +15,7 @@ from integrations.huggingface.counting import Counting
 from integrations.huggingface.evidence import ranks
 from integrations.huggingface.probing import HOST, LATER, TOLERANCE, fits, invisible_copy, probe
 from integrations.huggingface.scaling import own_method
-from integrations.layout import DTYPES
+from integrations.precision_layout import DTYPES
 
 
 class Finding(Enum):

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from integrations.huggingface import checkpoints, versions
+from integrations.huggingface import checkpointing, versions
 from integrations.huggingface.holding import Held, of_host
 
 
@@ -38,7 +38,7 @@ class Saving:
             self._beside_the_users(original, final, model, trial)
             return
         pushed: list[Any] = []
-        with checkpoints.unfinished(final, main, trainer.accelerator.wait_for_everyone) as temporary:
+        with checkpointing.unfinished(final, main, trainer.accelerator.wait_for_everyone) as temporary:
             scoped = Held(trainer)
             scoped.value("_get_output_dir", lambda trial=None: str(temporary))
             scoped.value("_push_from_checkpoint", pushed.append)
@@ -52,7 +52,7 @@ class Saving:
                     state.best_model_checkpoint = str(best)
             if main:
                 self._write_state(temporary / final.name)
-                state.save_to_json(str(temporary / final.name / checkpoints.TRAINER_STATE))
+                state.save_to_json(str(temporary / final.name / checkpointing.TRAINER_STATE))
         self.session.report.checkpoints.append(final.name)
         if pushed:
             trainer._push_from_checkpoint(str(final))
@@ -75,7 +75,7 @@ class Saving:
                 "raw": {n: t.cpu() for n, t in average.live().items()} if average is not None else {},
                 "average_updates": average.updates if average is not None else 0,
             },
-            folder / checkpoints.STATE,
+            folder / checkpointing.STATE,
         )
 
     def _run_state(self) -> Any:
@@ -84,7 +84,7 @@ class Saving:
 
     def resume(self, checkpoint: Path) -> None:
         """The host has loaded what it saved; put back what it left out."""
-        path = checkpoint / checkpoints.STATE
+        path = checkpoint / checkpointing.STATE
         if not path.is_file():
             if self.average is not None:
                 self.session.warn(f"{checkpoint.name} was saved without ema; the average starts from its weights")

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from integrations.huggingface import arguments, checkpoints
+from integrations.huggingface import arguments, checkpointing
 from integrations.huggingface.holding import Held
 
 
@@ -39,10 +39,10 @@ class Starting:
         trainer = self.trainer
         run = Path(trainer.args.output_dir)
         if trainer.args.should_save and run.is_dir():
-            checkpoints.sweep(run)
+            checkpointing.sweep(run)
         trainer.accelerator.wait_for_everyone()
         if resume_from_checkpoint is True:
-            found, passed = checkpoints.newest_complete(run) if run.is_dir() else (None, [])
+            found, passed = checkpointing.newest_complete(run) if run.is_dir() else (None, [])
             for line in passed:
                 self.say(f"resume_from_checkpoint=True: {line}; an older one is taken")
             resume_from_checkpoint = str(found) if found else True  # the host says that there is none

@@ -7,8 +7,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from integrations.huggingface.bucketing import find_edges
 from integrations.huggingface.collator import BucketCollator
-from integrations.huggingface.edges import find_edges
 from integrations.huggingface.forked import in_a_copy
 from integrations.huggingface.lengths import length_of, own_labels, survey
 from integrations.huggingface.padding import own_length, telling_batches

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from integrations.huggingface import counting
-from integrations.huggingface.layout import Layout
-from integrations.huggingface.losses import Losses
+from integrations.huggingface.loss_scaling import Losses
+from integrations.huggingface.precision_layout import Layout
 
 INPUTS = ("input_ids", "pixel_values", "input_values", "input_features", "inputs_embeds")
 
@@ -85,7 +85,7 @@ class Windows:
                 if main is not None
                 else f"no input is one of {', '.join(INPUTS)}"
             )
-            session.planner.measure_nothing(why)
+            session.tuner.measure_nothing(why)
         model.train()
         session.training_mode()
         session.plan_window(self.layout.at(inputs), self._to_come(), () if main is None else main.shape)

@@ -22,21 +22,21 @@ import torch
 from torch import nn
 from ultralytics.utils import RANK
 
+from integrations.contract import SessionContract, UnsupportedRun
 from integrations.patches import Patches
-from integrations.seam import Seam, UnsupportedRun
-from integrations.ultralytics import loader, schedule, supported, versions
-from integrations.ultralytics.average import HostAverage, set_decay
-from integrations.ultralytics.layout import Layout
-from integrations.ultralytics.losses import Losses
-from integrations.ultralytics.saving import Saving
+from integrations.ultralytics import data, schedule, supported, versions
+from integrations.ultralytics.checkpointing import Saving
+from integrations.ultralytics.ema import HostAverage, set_decay
+from integrations.ultralytics.loss_scaling import Losses
+from integrations.ultralytics.precision_layout import Layout
 from integrations.ultralytics.stepping import Stepping, host_clip_norm
 
 
 class Adapter:
     """`hold` takes the trainer, `release` gives it back as it was."""
 
-    def __init__(self, trainer: Any, seam: Seam) -> None:
-        self.trainer, self.seam = trainer, seam
+    def __init__(self, trainer: Any, session: SessionContract) -> None:
+        self.trainer, self.session = trainer, session
         self.model: nn.Module = versions.unwrap(trainer.model)
         self.patches = Patches()
         self._callbacks = {
@@ -57,7 +57,7 @@ class Adapter:
         Raises:
             UnsupportedRun: a setting of the host that the plug refuses.
         """
-        trainer, config = self.trainer, self.seam.config
+        trainer, config = self.trainer, self.session.config
         supported.check_trainer(trainer)
         rounded = state is not None or schedule.chosen_by_host(trainer)
         window_size = schedule.window_size_rounded if rounded else schedule.window_size
@@ -65,20 +65,20 @@ class Adapter:
         host_accumulate = trainer.accumulate
         schedule.scale_learning_rate(trainer, config.lr_scale, (self.size or host_accumulate) / host_accumulate)
         if config.seed != "host":
-            self.seam.files.seed_everything(config.seed)
+            self.session.files.seed_everything(config.seed)
             if getattr(trainer.train_loader, "generator", None) is not None:
                 trainer.train_loader.generator.manual_seed(config.seed)
-        set_decay(trainer, self.seam, config.ema)
+        set_decay(trainer, self.session, config.ema)
         self.layout = Layout(trainer, self.model, self.patches)
-        self.losses = losses = Losses(self.model, self.seam, self.patches)
+        self.losses = losses = Losses(self.model, self.session, self.patches)
         self.crosses_epochs = losses.crosses_epochs
-        self.layout.start(*self.seam.start_plan(trainer.device))
+        self.layout.start(*self.session.start_plan(trainer.device))
         distributed = isinstance(trainer.model, nn.parallel.DistributedDataParallel)
         accumulates = (self.size or host_accumulate) > 1
         if distributed and accumulates:
             trainer.model.require_backward_grad_sync = False  # one reduction an update, at the close
         varies = bool(getattr(trainer.args, "multi_scale", 0.0))
-        self.seam.model_ready(
+        self.session.model_ready(
             self.model,
             trainer.optimizer,
             device=trainer.device,
@@ -97,14 +97,14 @@ class Adapter:
         )
         self._resize(self.size)
         self._patch()
-        self.saving = Saving(trainer, self.seam, self.patches, self._state)
+        self.saving = Saving(trainer, self.session, self.patches, self._state)
         if state is not None:
             self._resume(state)
 
     def release(self) -> None:
         """Undo every patch; what is left of a window that no save will see is dropped and counted."""
-        if not self.seam.window.empty:
-            self.seam.drop()
+        if not self.session.window.empty:
+            self.session.drop()
         self.patches.undo()
         for event, function in self._callbacks.items():
             if function in self.trainer.callbacks[event]:
@@ -122,7 +122,7 @@ class Adapter:
 
     def _patch(self) -> None:
         trainer, put = self.trainer, self.patches.put
-        self.stepping = Stepping(trainer, self.seam, self.patches, self._due)
+        self.stepping = Stepping(trainer, self.session, self.patches, self._due)
         self._preprocess = self.patches.around(trainer, "preprocess_batch", self._preprocess_batch)
         self._train_mode = put(trainer, "_model_train", self._model_train)
         if versions.PIPELINE.here:
@@ -139,7 +139,7 @@ class Adapter:
         """Put back what the host's checkpoint lacks; what users' callbacks set from here on holds, as in the host."""
         trainer = self.trainer
         rates = [group["initial_lr"] for group in trainer.optimizer.param_groups]
-        self.seam.load_state_dict(state)
+        self.session.load_state_dict(state)
         for group, rate in zip(trainer.optimizer.param_groups, rates, strict=True):
             group["initial_lr"] = rate  # settings may have changed with the resume
         if self.size is not None:
@@ -158,13 +158,13 @@ class Adapter:
                 parameter.grad = gradient
             self._gradients = []
             self._mosaic_closed = state["mosaic_closed"]
-            if not loader.restore(trainer.train_loader, state["loader"], self._mosaic_closed):
-                self.seam.warn(
+            if not data.restore(trainer.train_loader, state["loader"], self._mosaic_closed):
+                self.session.warn(
                     f"the data set holds {len(trainer.train_loader.dataset)} images, and held "
-                    f"{state['loader']['samples']} when this checkpoint was saved: their order begins anew"
+                    f"{state['data']['samples']} when this checkpoint was saved: their order begins anew"
                 )
             self._draw = state["draw"] and (state["draw"][0], tuple(state["draw"][1]), state["draw"][2])
-            self.seam.files.set_random_state(state["random"])
+            self.session.files.set_random_state(state["random"])
 
     def _close_dataloader_mosaic(self) -> None:
         self._close_mosaic()
@@ -172,7 +172,7 @@ class Adapter:
 
     def _model_train(self) -> None:
         self._train_mode()
-        self.seam.training_mode()
+        self.session.training_mode()
 
     def _batch_start(self, trainer: Any) -> None:
         """Take up what callbacks have put on the trainer or its model since the last batch.
@@ -187,22 +187,22 @@ class Adapter:
             )
         for wrapped in (self.stepping.around, self._preprocess, self.losses.around, self.saving.around):
             wrapped.stay()
-        if self.seam.window.empty:
+        if self.session.window.empty:
             self.losses.refresh()
 
     def _preprocess_batch(self, inner: Callable[..., Any], batch: dict[str, Any]) -> dict[str, Any]:
-        first = self.seam.window.empty
+        first = self.session.window.empty
         self._index += 1
         self.trainer.accumulate = 1  # an older host's warm-up has just set its own
-        self.seam.micro_batch(batch["img"].shape[0], expected=self._due() if self.size is None else None)
-        if getattr(self.trainer.args, "multi_scale", 0.0) and self.seam.window.expected > 1:
+        self.session.micro_batch(batch["img"].shape[0], expected=self._due() if self.size is None else None)
+        if getattr(self.trainer.args, "multi_scale", 0.0) and self.session.window.expected > 1:
             batch = self._preprocess_at_one_scale(inner, batch, first)
         else:
             batch = inner(batch)
-        self.seam.shape(batch["img"].shape)
+        self.session.shape(batch["img"].shape)
         if first:
             with torch.autocast(self.trainer.device.type, enabled=False):  # the host calls this inside its own
-                self.seam.plan_window(self.layout.at(batch), self._left(), batch["img"].shape)
+                self.session.plan_window(self.layout.at(batch), self._left(), batch["img"].shape)
         return batch
 
     def _left(self) -> int:
@@ -229,7 +229,7 @@ class Adapter:
         return self.size or schedule.host_window(self.trainer, self._index, self._nominal)
 
     def _batch_end(self, _: Any) -> None:
-        self.seam.idle()
+        self.session.idle()
 
     def _set_rates(self, update: int) -> None:
         if self.size is not None:
@@ -244,46 +244,48 @@ class Adapter:
 
     def _validate(self) -> Any:
         if self.trainer.ema:
-            self.seam.compile_validation(self.trainer.ema.ema)
-        with self.seam.validation():
+            self.session.compile_validation(self.trainer.ema.ema)
+        with self.session.validation():
             return self._host_validate()
 
     def _handle_nan_recovery(self, epoch: int) -> bool:
         """A non-finite loss whose update was skipped left no trace: there is nothing to recover from."""
         trainer = self.trainer
-        if trainer.loss is not None and not trainer.loss.isfinite() and self.seam.config.nonfinite == "skip":
+        if trainer.loss is not None and not trainer.loss.isfinite() and self.session.config.nonfinite == "skip":
             trainer.loss = torch.zeros_like(trainer.loss)
         with self.patches.lifted(self.model):  # the host pickles a copy of it: a user's function would stand in the way
             recovered = bool(self._recover(epoch))
         if recovered:
-            self.seam.drop()  # the host throws the gradients away
-            set_decay(trainer, self.seam, self.seam.config.ema)
+            self.session.drop()  # the host throws the gradients away
+            set_decay(trainer, self.session, self.session.config.ema)
         return recovered
 
     def _build_train_pipeline(self) -> None:
         """Built again after the host halved its batch for lack of memory: windows start anew at the new size."""
         self._build()
-        self.seam.drop()
-        self._resize(schedule.window_size_rounded(self.seam.config, self.trainer.batch_size))
+        self.session.drop()
+        self._resize(schedule.window_size_rounded(self.session.config, self.trainer.batch_size))
 
     def _resize(self, size: int | None) -> None:
         self.size = size
-        window, trainer = self.seam.window, self.trainer
+        window, trainer = self.session.window, self.trainer
         self._nominal = trainer.accumulate  # as the host has just computed it from nbs and this batch
         window.size, window.expected = size, size or self._nominal
         if size is not None:
             total = len(trainer.train_loader) * trainer.epochs
             if size > total:
-                self.seam.warn(f"{size} micro-batches an update: the run holds only {total}, which make its one update")
+                self.session.warn(
+                    f"{size} micro-batches an update: the run holds only {total}, which make its one update"
+                )
             schedule.set_weight_decay(trainer, trainer.batch_size * min(size, total))
         trainer.accumulate = 1  # so that the host calls optimizer_step after every micro-batch
-        self.seam.describe_window(trainer.batch_size)
+        self.session.describe_window(trainer.batch_size)
 
     def _state(self) -> dict[str, Any]:
         """What the host's checkpoint lacks: live weights, full-precision optimizer, window, random state, loader."""
         return {
-            **self.seam.state_dict(),
-            "loader": loader.position(self.trainer.train_loader),
+            **self.session.state_dict(),
+            "loader": data.position(self.trainer.train_loader),
             "mosaic_closed": self._mosaic_closed,
             "draw": self._draw and [self._draw[0], list(self._draw[1]), self._draw[2]],
         }

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from integrations.seam import UnsupportedRun
+from integrations.contract import UnsupportedRun
 from integrations.ultralytics import versions
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from ultralytics.engine.trainer import BaseTrainer
 
+from integrations.contract import SessionContract
 from integrations.patches import Patches
-from integrations.seam import Seam
 
 HOST_CLIP_NORM = 10.0
 
@@ -20,8 +20,8 @@ class Stepping:
         due: micro-batches after which the window closes.
     """
 
-    def __init__(self, trainer: Any, seam: Seam, patches: Patches, due: Callable[[], int]) -> None:
-        self.trainer, self.seam, self.due = trainer, seam, due
+    def __init__(self, trainer: Any, session: SessionContract, patches: Patches, due: Callable[[], int]) -> None:
+        self.trainer, self.session, self.due = trainer, session, due
         self.around = patches.around(trainer, "optimizer_step", self._optimizer_step)
 
     def close(self) -> None:
@@ -29,7 +29,7 @@ class Stepping:
         self.around.enter(self._close)
 
     def _optimizer_step(self, inner: Callable[[], None]) -> None:
-        if self.seam.window.micro_batches >= self.due():
+        if self.session.window.micro_batches >= self.due():
             self._close(inner)
 
     def _close(self, inner: Callable[[], None]) -> None:
@@ -37,14 +37,14 @@ class Stepping:
 
         The optimizer and the scaler are those that the trainer holds now: a callback may have exchanged them.
         """
-        trainer, seam, clip_norm = self.trainer, self.seam, host_clip_norm(self.around.inner)
-        if seam.window.empty:
+        trainer, session, clip_norm = self.trainer, self.session, host_clip_norm(self.around.inner)
+        if session.window.empty:
             return
-        seam.use(trainer.optimizer, trainer.scaler, clip_norm)
+        session.use(trainer.optimizer, trainer.scaler, clip_norm)
         if clip_norm is not None:
-            seam.close()
+            session.close()
             return
-        outcome = seam.prepare()
+        outcome = session.prepare()
         if outcome.stepped:
             scoped = Patches()
             scoped.put(trainer.scaler, "unscale_", lambda optimizer: None)  # that is done, and may be done only once
@@ -56,7 +56,7 @@ class Stepping:
             if trainer.scaler.is_enabled():
                 trainer.scaler.update()
             trainer.optimizer.zero_grad()
-        seam.closed(outcome)
+        session.closed(outcome)
 
 
 def host_clip_norm(step: Callable[[], None]) -> float | None:

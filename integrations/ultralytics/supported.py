@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 from ultralytics.nn.tasks import BaseModel
 
-from integrations.seam import UnsupportedRun
+from integrations.contract import UnsupportedRun
 from integrations.ultralytics import versions
 
 

@@ -18,25 +18,25 @@ from torch import Tensor, nn
 
 from plugins.config import AccelConfig
 from plugins.core import checkpoint
-from plugins.core.account import Account
-from plugins.core.allocator import FreedMemory
-from plugins.core.batchnorm import Statistics
-from plugins.core.compilation import Compilation
-from plugins.core.compile import InPlace
-from plugins.core.memory import Peaks
-from plugins.core.planfile import Start
-from plugins.core.planner import Planner
-from plugins.core.remember import Memory, default_folder
-from plugins.core.series import Series
-from plugins.core.state import RunState
-from plugins.core.trial import Moment, Trial, buffers_kept
-from plugins.core.update import NonFiniteGradient, Outcome, Update
-from plugins.core.watch import Watch
-from plugins.core.window import ALL, Term, Window
+from plugins.core.autotune.plan_cache import PlanCache, default_folder
+from plugins.core.autotune.plan_file import Start
+from plugins.core.autotune.timing import Trial, WindowStart, buffers_kept
+from plugins.core.autotune.tuner import Tuner
+from plugins.core.checkpoint.run_state import RunState
+from plugins.core.compile.compiled_module import CompiledModule
+from plugins.core.compile.manager import CompileManager
+from plugins.core.compile.monitor import CompileMonitor
+from plugins.core.step.accumulation import ALL, Term, Window
+from plugins.core.step.batchnorm import Statistics
+from plugins.core.step.update import NonFiniteGradient, Outcome, Update
+from plugins.core.system.malloc import FreedMemory
+from plugins.core.system.memory import Peaks
+from plugins.core.telemetry.recorder import Recorder
+from plugins.core.telemetry.series import Series
 
 
 class Session:
-    """Answers `integrations.seam.Seam` for one run of one model.
+    """Answers `integrations.contract.Seam` for one run of one model.
 
     `say` shows a line to the user (a host's own logger).
     """
@@ -45,8 +45,8 @@ class Session:
 
     def __init__(self, config: AccelConfig, host: str, say: Callable[[str], None] = print) -> None:
         self.config = config
-        self.account = Account(config, host, say)
-        self.report, self.meter = self.account.report, self.account.meter
+        self.recorder = Recorder(config, host, say)
+        self.report, self.metrics = self.recorder.report, self.recorder.metrics
         self.window = Window()
         self._schedule: Callable[[int], None] | None = None
         self._start = Start()
@@ -113,40 +113,42 @@ class Session:
         self.statistics.apply(self.window.expected)
         self.peaks, self.freed = Peaks(device), FreedMemory(device)
         self.describe_window(micro_batch)
-        self.account.begin(device, self.peaks, self.statistics, self.update.clip_norm, self.window.exact)
-        cache = Memory(default_folder() if self.config.cache_dir == "auto" else Path(self.config.cache_dir), self.warn)
+        self.recorder.begin(device, self.peaks, self.statistics, self.update.clip_norm, self.window.exact)
+        cache = PlanCache(
+            default_folder() if self.config.cache_dir == "auto" else Path(self.config.cache_dir), self.warn
+        )
         if self.config.compile != "off":
             cache.use_for_compiler()
-        self.compilation = Compilation(
+        self.compilation = CompileManager(
             self.config, model, device, self.report.compile, self.warn, dims, takes, uncompilable
         )
-        self.meter.series.compiled_at = self.compilation.compiled_at
+        self.metrics.series.compiled_at = self.compilation.compiled_at
         try:
             self.compilation.start()
         except BaseException:
             self.end()
             raise
         self._cache = cache
-        self.planner = Planner(self, model, device, self._start, cache, self.compilation)
+        self.tuner = Tuner(self, model, device, self._start, cache, self.compilation)
 
     def open_plan(self, start: Start) -> None:
         """Begin with another plan than was said, before the first micro-batch."""
         self._start = start
-        self.planner = Planner(self, self.model, self.device, start, self._cache, self.compilation)
+        self.tuner = Tuner(self, self.model, self.device, start, self._cache, self.compilation)
 
     def describe_window(self, micro_batch: int) -> None:
         """Tell the report the sizes in force (again after a host changed its batch)."""
-        self.account.sizes(self.window.expected, micro_batch)
+        self.recorder.sizes(self.window.expected, micro_batch)
 
     # -- plan and compile -----------------------------------------------------------------------------------------
 
     def plan_window(self, trial: Trial, left: int, shape: Iterable[int]) -> None:
         """At a window's first micro-batch, before its forward and outside autocast: let the planner try or switch."""
-        if not self.planner.waits:
+        if not self.tuner.waits:
             return
         began = time.perf_counter()
-        self.planner.at_window(Moment(trial, self.updates, left, tuple(shape), self.window.expected))
-        self.meter.forgive(time.perf_counter() - began)
+        self.tuner.at_window(WindowStart(trial, self.updates, left, tuple(shape), self.window.expected))
+        self.metrics.forgive(time.perf_counter() - began)
 
     @contextmanager
     def untouched(self) -> Iterator[None]:
@@ -182,23 +184,23 @@ class Session:
         self.compilation.validation(model)
 
     @property
-    def compiled(self) -> list[InPlace]:
+    def compiled(self) -> list[CompiledModule]:
         return self.compilation.parts
 
     @property
     def series(self) -> Series:
-        return self.meter.series
+        return self.metrics.series
 
     @property
-    def watch(self) -> Watch:
-        return self.compilation.watch
+    def monitor(self) -> CompileMonitor:
+        return self.compilation.monitor
 
     # -- a micro-batch and its window -----------------------------------------------------------------------------
 
     @property
     def updates(self) -> int:
         """Windows that were closed, skipped updates included: the index of the next update."""
-        return self.account.updates
+        return self.recorder.updates
 
     def micro_batch(self, samples: int, expected: int | None = None) -> None:
         self.arrived(expected)
@@ -207,7 +209,7 @@ class Session:
     def arrived(self, expected: int | None = None) -> None:
         """A micro-batch came from the loader; it is counted by `count`, once it is sure that it has a backward."""
         first = self.window.empty
-        self.meter.arrived(first)
+        self.metrics.arrived(first)
         if first:
             self.statistics.keep()
             self.compilation.preallocate()  # what a host dropped: after a skipped step, or an error
@@ -220,7 +222,7 @@ class Session:
         self.report.window.micro_batches += 1
 
     def shape(self, shape: Iterable[int], padding: int = 0) -> None:
-        self.meter.shape(shape, padding)
+        self.metrics.shape(shape, padding)
 
     def mean(self, count: Tensor | float, group: str = ALL) -> Tensor | float:
         return 1.0 if self._trying else self.window.weigh({group: Term.mean(count)})[group]
@@ -235,8 +237,8 @@ class Session:
         return self.close() if self.window.full else None
 
     def idle(self) -> None:
-        self.meter.idle()
-        self.planner.stepped(self.meter.last_seconds)
+        self.metrics.idle()
+        self.tuner.stepped(self.metrics.last_seconds)
 
     def training_mode(self) -> None:
         self.statistics.apply(self.window.expected)
@@ -280,13 +282,13 @@ class Session:
     def _before_update(self) -> None:
         if self._schedule is not None:
             self._schedule(self.updates)
-        self.account.gradients(self.model)
+        self.recorder.gradients(self.model)
 
     def closed(self, outcome: Outcome) -> None:
         """Bookkeeping after an update; called by hosts that step by themselves as well."""
         if not outcome.stepped:
             self.statistics.restore()
-        self.account.closed(outcome, self.device)
+        self.recorder.closed(outcome, self.device)
         self.window.close()
         self.peaks.update_done()
         self.freed.update_done(self.peaks.first_gib or 0.0)
@@ -304,14 +306,14 @@ class Session:
         """At `validate=eager` calls of the live model run eagerly inside, and add no graph to training's."""
         eager = self.compilation.paused() if self.config.validate_ == "eager" else nullcontext()
         try:
-            with eager, self.watch.in_phase("validation"):
+            with eager, self.monitor.in_phase("validation"):
                 yield
         finally:
-            self.meter.not_waiting()
+            self.metrics.not_waiting()
 
     def run_state(self) -> RunState:
         """What a resume needs; a host leaves out the fields that its own checkpoint holds."""
-        return RunState(self.config, self.model, self.update, self.window, self.statistics, self.account, self.planner)
+        return RunState(self.config, self.model, self.update, self.window, self.statistics, self.recorder, self.tuner)
 
     def state_dict(self) -> dict[str, Any]:
         return self.run_state().state_dict()
@@ -320,17 +322,17 @@ class Session:
         self.run_state().load_state_dict(state)
 
     def warn(self, text: str) -> None:
-        self.account.warn(text)
+        self.recorder.warn(text)
 
     def approximate(self, term: str) -> None:
-        self.account.approximate(term)
+        self.recorder.approximate(term)
 
     def write_report(self, folder: Path) -> Path:
         """Write the report as it stands now, and the plan beside it."""
         self._sum_up()
-        path = self.report.write(folder, self.meter.series)
-        if hasattr(self, "planner"):
-            self.planner.write(folder)
+        path = self.report.write(folder, self.metrics.series)
+        if hasattr(self, "tuner"):
+            self.tuner.write(folder)
         return path
 
     def end(self, folder: Path | None = None) -> Path | None:
@@ -342,8 +344,8 @@ class Session:
             return None
         self._ended = True
         path = None
-        if hasattr(self, "planner"):
-            self.planner.end()
+        if hasattr(self, "tuner"):
+            self.tuner.end()
         self._sum_up()
         if folder is not None:
             try:
@@ -359,11 +361,11 @@ class Session:
 
     def _sum_up(self) -> None:
         report = self.report
-        self.account.sum_up()
-        if hasattr(self, "planner"):
-            self.meter.series.switched_at = [switch.update for switch in self.planner.switches]
+        self.recorder.sum_up()
+        if hasattr(self, "tuner"):
+            self.metrics.series.switched_at = [switch.update for switch in self.tuner.switches]
             self.compilation.sum_up()
-            self.planner.sum_up(report.speed, report.compile)
+            self.tuner.sum_up(report.speed, report.compile)
         if hasattr(self, "peaks"):
             self.peaks.end()
             report.memory.allocator = self.freed.kept or "host"

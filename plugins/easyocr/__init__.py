@@ -16,14 +16,14 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+from integrations.easyocr.checkpointing import Result, earlier_run, in_the_way
 from integrations.easyocr.errors import EasyOCRError
 from integrations.easyocr.prepare import prepare
 from integrations.easyocr.settings import read_settings
-from integrations.easyocr.standing import Result, earlier_run, in_the_way
 from plugins.config import AccelConfig
-from plugins.core.checkpoint import seed_everything
-from plugins.core.claim import Claimed, claimed
-from plugins.core.ranks import joined
+from plugins.core.checkpoint.rng_state import seed_everything
+from plugins.core.checkpoint.run_lock import FolderInUse, run_lock
+from plugins.core.system.distributed import joined
 from plugins.easyocr import training
 from plugins.errors import AccelError
 
@@ -76,9 +76,9 @@ def fit(
     if wrong := in_the_way(prepared):
         raise AccelError(f"{wrong}: is a folder, where this run writes a file of that name")
     try:
-        with joined() as rank, claimed(prepared.folder, *FOLDERS) if rank == 0 else nullcontext():
+        with joined() as rank, run_lock(prepared.folder, *FOLDERS) if rank == 0 else nullcontext():
             return training.Run(prepared, chosen, rank, say).train(start, own)
-    except Claimed as error:
+    except FolderInUse as error:
         raise AccelError(f"output={error}") from None
 
 

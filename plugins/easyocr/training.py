@@ -10,23 +10,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from integrations.easyocr import optim
-from integrations.easyocr.board import Board, Pace, Row
+from integrations.easyocr import optimizer
+from integrations.easyocr.checkpointing import Result, Standing
 from integrations.easyocr.errors import EasyOCRError
 from integrations.easyocr.labels import ctc_loss
 from integrations.easyocr.network import read
 from integrations.easyocr.prepare import Prepared
 from integrations.easyocr.scoring import score
-from integrations.easyocr.standing import Result, Standing
 from integrations.easyocr.stream import MicroBatch, loader
+from integrations.easyocr.tensorboard_log import Board, Pace, Row
 from plugins.config import AccelConfig
-from plugins.core import devices
-from plugins.core.checkpoint import sweep, write_atomically
-from plugins.core.interrupt import asked_to_stop
-from plugins.core.ranks import any_rank, from_first
-from plugins.core.report import versions
-from plugins.core.shapes import choose_edges
-from plugins.core.update import NonFiniteGradient
+from plugins.core.checkpoint.atomic_file import sweep, write_atomically
+from plugins.core.compile.dynamic_shapes import choose_edges
+from plugins.core.step.update import NonFiniteGradient
+from plugins.core.system import devices
+from plugins.core.system.distributed import any_rank, from_first
+from plugins.core.system.signals import asked_to_stop
+from plugins.core.telemetry.report import versions
 from plugins.errors import AccelError
 from plugins.loop import Accelerated
 
@@ -53,9 +53,9 @@ class Run:
         self.model = prepared.model.to(devices.own())
         self.accel = Accelerated(
             self.model,
-            optim.optimizer(self.model.parameters(), self.settings),
+            optimizer.optimizer(self.model.parameters(), self.settings),
             micro_batch=self.settings.batch_size,
-            schedule=optim.schedule(self.settings),
+            schedule=optimizer.schedule(self.settings),
             host_clip_norm=self.settings.grad_clip,
             dims=(3,),
             tunes=True,
@@ -74,7 +74,7 @@ class Run:
         widths = self.prepared.lines.widths()
         widest = max(widths)
         if config.buckets == "auto":
-            compiled = self.accel.session.planner.may_compile
+            compiled = self.accel.session.tuner.may_compile
             most = max(1, config.recompile_budget - ROOM) if compiled else MOST_BUCKETS
             return choose_edges(widths, most, WIDTH_STEP)
         if config.buckets == "off":
@@ -151,7 +151,7 @@ class Run:
                     self._validate(board)
                     if settings.patience and self.at.stale >= settings.patience:
                         return "patience"
-                if accel.session.meter.none_finite(DIVERGED):
+                if accel.session.metrics.none_finite(DIVERGED):
                     return "diverged"
                 if accel.updates >= settings.num_iter:
                     break  # before another batch is waited for

@@ -15,9 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from plugins.config import AccelConfig
-from plugins.core import meter, session, trial
+from plugins.core import session
+from plugins.core.autotune import timing
 from plugins.core.plan import Plan
 from plugins.core.session import Session
+from plugins.core.telemetry import step_metrics
 from tests.core.tiny import CPU
 
 Costs = Callable[[Plan], float]
@@ -31,7 +33,7 @@ class Clock:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 1.0
         fake = SimpleNamespace(perf_counter=lambda: self.now, thread_time=time.thread_time)
-        for module in (meter, session, trial):
+        for module in (step_metrics, session, timing):
             monkeypatch.setattr(module, "time", fake)
 
 

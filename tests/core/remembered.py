@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from plugins.core.beside import Learnt
+from plugins.core.autotune.background_compile import CompileFindings
 from plugins.core.plan import Plan
 
 
@@ -13,7 +13,7 @@ def entry(plan: Plan | None = None, **changed: Any) -> dict[str, Any]:
         "plan": (plan or Plan("bf16")).as_dict(),
         "tried": 3,
         "step_seconds": 0.5,
-        "compile": Learnt(settled=True).as_dict(),
+        "compile": CompileFindings(settled=True).as_dict(),
         "code": [],
         "candidates": [],
         "device": "cpu",

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plugins.core import plan as planning
-from plugins.core.plan import Plan, Timing
+from plugins.core.autotune import cost_model
+from plugins.core.plan import SCOPES, Plan, Timing
 from tests.core.planned import Blocks, Net
 from tests.core.tiny import CPU
 
@@ -18,7 +18,7 @@ PLANS = st.builds(
     Plan,
     st.sampled_from(["host", "bf16"]),
     st.sampled_from(["host", "channels_last"]),
-    st.sampled_from(planning.SCOPES),
+    st.sampled_from(SCOPES),
 )
 
 
@@ -84,64 +84,64 @@ def test_losses_that_dropout_scatters_agree_within_their_ranges() -> None:
 
 
 def test_layouts_by_model_device_and_what_is_open(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planning, "bf16_is_fast", lambda device: True)
+    monkeypatch.setattr(cost_model, "bf16_is_fast", lambda device: True)
     both = frozenset({"precision", "memory_format"})
-    assert planning.layouts(Net(), CPU, Plan(), both) == [
+    assert cost_model.layouts(Net(), CPU, Plan(), both) == [
         Plan("bf16", "channels_last"), Plan("host", "channels_last"), Plan("bf16"),
     ]  # fmt: skip
-    assert planning.layouts(Blocks(), CPU, Plan(), both) == [Plan("bf16")]
-    assert planning.layouts(Net(), CPU, Plan("fp32"), frozenset({"memory_format"})) == [Plan("fp32", "channels_last")]
-    assert planning.layouts(Net(), CPU, Plan(), frozenset()) == []
-    monkeypatch.setattr(planning, "bf16_is_fast", lambda device: False)
-    assert planning.layouts(Net(), CPU, Plan(), both) == [Plan("host", "channels_last")]
+    assert cost_model.layouts(Blocks(), CPU, Plan(), both) == [Plan("bf16")]
+    assert cost_model.layouts(Net(), CPU, Plan("fp32"), frozenset({"memory_format"})) == [Plan("fp32", "channels_last")]
+    assert cost_model.layouts(Net(), CPU, Plan(), frozenset()) == []
+    monkeypatch.setattr(cost_model, "bf16_is_fast", lambda device: False)
+    assert cost_model.layouts(Net(), CPU, Plan(), both) == [Plan("host", "channels_last")]
 
 
 @given(st.integers(0, 5000), SECONDS, st.integers(0, 4), st.floats(0, 5))
 def test_trials_cost_at_most_two_percent_of_what_is_left(left: int, step: float, count: int, spent: float) -> None:
     candidates = [Plan("bf16")] * count
-    tried = planning.affordable(candidates, step, left, spent)
-    plain = planning.REPEATS * step
-    cost = plain + len(tried) * (1 + planning.REPEATS) * planning.EXPECTED * step
+    tried = cost_model.affordable(candidates, step, left, spent)
+    plain = cost_model.REPEATS * step
+    cost = plain + len(tried) * (1 + cost_model.REPEATS) * cost_model.EXPECTED * step
     assert len(tried) <= count
     if tried:
-        assert spent + cost <= planning.TRIAL_SHARE * left * step * (1 + 1e-9)
+        assert spent + cost <= cost_model.TRIAL_SHARE * left * step * (1 + 1e-9)
     elif count:
-        assert spent + cost + 3 * planning.EXPECTED * step > planning.TRIAL_SHARE * left * step * (1 - 1e-9)
+        assert spent + cost + 3 * cost_model.EXPECTED * step > cost_model.TRIAL_SHARE * left * step * (1 - 1e-9)
 
 
 # -- compile ------------------------------------------------------------------------------------------------------
 
 
 def test_blocks_that_look_alike_are_compiled_once() -> None:
-    one, three = (planning.compile_seconds(list(Blocks(depth).blocks), CPU) for depth in (1, 3))
+    one, three = (cost_model.compile_seconds(list(Blocks(depth).blocks), CPU) for depth in (1, 3))
     assert one == three
-    assert planning.compile_seconds([Net()], CPU) > one
+    assert cost_model.compile_seconds([Net()], CPU) > one
 
 
 def test_what_never_pays_on_a_cpu() -> None:
-    assert "convolutions" in planning.cannot_gain([Net()], CPU)
-    assert planning.cannot_gain([Blocks()], CPU) == ""
-    assert planning.cannot_gain([Net()], CUDA) == ""
-    assert "12% of a step" in planning.too_little_to_fuse(0.12, CPU, "bf16")
-    assert planning.too_little_to_fuse(0.4, CPU, "bf16") == ""
-    assert planning.too_little_to_fuse(0.12, CPU, "host") == ""
-    assert planning.too_little_to_fuse(0.12, CUDA, "bf16") == ""
+    assert "convolutions" in cost_model.cannot_gain([Net()], CPU)
+    assert cost_model.cannot_gain([Blocks()], CPU) == ""
+    assert cost_model.cannot_gain([Net()], CUDA) == ""
+    assert "12% of a step" in cost_model.too_little_to_fuse(0.12, CPU, "bf16")
+    assert cost_model.too_little_to_fuse(0.4, CPU, "bf16") == ""
+    assert cost_model.too_little_to_fuse(0.12, CPU, "host") == ""
+    assert cost_model.too_little_to_fuse(0.12, CUDA, "bf16") == ""
 
 
 @given(st.floats(0.1, 1000), st.floats(0, 1), st.floats(0, 1))
 def test_a_compile_needs_a_run_that_is_long_enough(cost: float, fusable: float, more: float) -> None:
-    needed = planning.seconds_to_pay(cost, fusable)
-    assert cost <= planning.COMPILE_SHARE * needed * (1 + 1e-9)  # within its share
-    assert cost <= planning.GAIN * max(fusable, 1e-6) * needed * (1 + 1e-9)  # and won back
-    assert planning.seconds_to_pay(cost, min(fusable + more, 1.0)) <= needed
-    assert planning.seconds_to_pay(2 * cost, fusable) == pytest.approx(2 * needed)
+    needed = cost_model.seconds_to_pay(cost, fusable)
+    assert cost <= cost_model.COMPILE_SHARE * needed * (1 + 1e-9)  # within its share
+    assert cost <= cost_model.GAIN * max(fusable, 1e-6) * needed * (1 + 1e-9)  # and won back
+    assert cost_model.seconds_to_pay(cost, min(fusable + more, 1.0)) <= needed
+    assert cost_model.seconds_to_pay(2 * cost, fusable) == pytest.approx(2 * needed)
 
 
 @given(SECONDS, SECONDS, SECONDS, st.integers(0, 1000), st.integers(1, 8))
 def test_break_even_is_where_the_saved_seconds_reach_the_cost(
     cost: float, plain: float, compiled: float, update: int, size: int
 ) -> None:
-    at = planning.break_even(cost, plain, compiled, update, size)
+    at = cost_model.break_even(cost, plain, compiled, update, size)
     saved = (plain - compiled) * size
     if saved <= 0:
         assert at is None
@@ -153,17 +153,17 @@ def test_break_even_is_where_the_saved_seconds_reach_the_cost(
 
 @given(st.integers(0, 100_000))
 def test_judging_a_compile_takes_two_to_five_steps_a_side(left: int) -> None:
-    assert planning.REPEATS <= planning.repeats(left) <= 5
-    assert planning.repeats(left) <= max(left / 300, planning.REPEATS)
+    assert cost_model.REPEATS <= cost_model.repeats(left) <= 5
+    assert cost_model.repeats(left) <= max(left / 300, cost_model.REPEATS)
 
 
 @given(SECONDS, st.floats(0, 1), st.floats(0, 1e4), st.booleans())
 def test_a_worker_has_its_share_of_the_run_and_some_patience(
     cost: float, fusable: float, left: float, waits: bool
 ) -> None:
-    found = planning.budget(cost, fusable, left, waits)
-    assert found >= max(planning.compile_share(fusable) * left, cost)
-    assert found <= planning.budget(cost, fusable, left, False)
+    found = cost_model.budget(cost, fusable, left, waits)
+    assert found >= max(cost_model.compile_share(fusable) * left, cost)
+    assert found <= cost_model.budget(cost, fusable, left, False)
 
 
 def test_a_loss_that_is_not_finite_is_none_in_json() -> None:

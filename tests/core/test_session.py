@@ -10,9 +10,9 @@ import torch
 import torch._dynamo.callback as compile_callbacks
 from torch import nn
 
-from integrations.seam import Seam
+from integrations.contract import SessionContract
 from plugins.config import AccelConfig
-from plugins.core.compile import CompileRefused
+from plugins.core.compile.compiled_module import CompileRefused
 from plugins.core.session import Session
 from tests.core.tiny import batches, fault, feed, mlp, same, session_of, snapshot
 
@@ -66,7 +66,7 @@ def test_over_the_budget_the_run_goes_on_eagerly_from_a_windows_close() -> None:
     assert active == [True, True, True, False, False, False]
     assert sum("eagerly" in line and "limit" in line for line in said) == 1
     assert session.report.compile.decision == "eager"
-    assert session.watch.graphs == 2
+    assert session.monitor.graphs == 2
     assert same(snapshot(model), snapshot(eager))
 
 
@@ -130,7 +130,7 @@ def test_a_model_that_its_owner_compiled_is_left_alone(compile_: str, part: str)
     module.compile(backend="eager")
     theirs = module._compiled_call_impl
     held = session_of(model, sgd(model), 1, {"compile": compile_, "precision": "auto"}, said)
-    assert held.planner.state == "done"
+    assert held.tuner.state == "done"
     held.end()
     assert "compiled already, by its owner" in held.report.compile.reason
     assert [line.endswith("the run goes on as it is") for line in said] == ([True] if compile_ == "on" else [])
@@ -207,8 +207,8 @@ def test_validation_adds_no_graph_to_training() -> None:
             model(torch.zeros(7, 3))
             model.train()
         feed(session, model, batches(0, [4])[0])
-    assert session.watch.graphs == 1
-    assert session.watch.phases() == {"train": 1}
+    assert session.monitor.graphs == 1
+    assert session.monitor.phases() == {"train": 1}
     assert model._compiled_call_impl is not None
 
 
@@ -219,7 +219,7 @@ def test_a_run_that_gave_up_stays_eager_after_validation() -> None:
     with session.validation():
         pass
     model(torch.zeros(2, 3))
-    assert session.watch.graphs == 0
+    assert session.monitor.graphs == 0
 
 
 def test_a_compiled_validation_model_is_compiled_once_and_falls_back_alone() -> None:
@@ -229,7 +229,7 @@ def test_a_compiled_validation_model_is_compiled_once_and_falls_back_alone() -> 
         session.compile_validation(average)
         with session.validation(), torch.no_grad():
             average(torch.zeros(4, 3))
-    assert session.watch.phases() == {"validation": 1}
+    assert session.monitor.phases() == {"validation": 1}
     session.compilation._validated[0].give_up(fault("oops"))
     assert any("validation runs eagerly: oops" in w for w in session.report.warnings)
     assert model._compiled_call_impl is not None
@@ -406,7 +406,7 @@ def test_the_session_answers_every_hook_of_the_seam() -> None:
     import inspect
 
     session = Session(AccelConfig(), "test")
-    for name, hook in vars(Seam).items():
+    for name, hook in vars(SessionContract).items():
         if name.startswith("_"):
             continue
         assert hasattr(session, name), name

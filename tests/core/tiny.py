@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from plugins.config import AccelConfig
-from plugins.core.decision import CompileOutcome, CompileResult
+from plugins.core.compile.decision import CompileOutcome, CompileResult
 from plugins.core.session import Session
 
 CPU = torch.device("cpu")

@@ -9,7 +9,7 @@ import yaml
 from integrations.easyocr import export
 from integrations.easyocr.errors import EasyOCRError
 from integrations.easyocr.network import build
-from plugins.core.checkpoint import write_atomically
+from plugins.core.checkpoint.atomic_file import write_atomically
 
 SMALL = {"input_channel": 1, "output_channel": 16, "hidden_size": 8}
 

@@ -16,10 +16,10 @@ import pytest
 import torch
 from PIL import Image
 
-from integrations.easyocr import pictures
-from integrations.easyocr.board import Board
+from integrations.easyocr import mistakes_picture
 from integrations.easyocr.prepare import Prepared
 from integrations.easyocr.scoring import Score
+from integrations.easyocr.tensorboard_log import Board
 from plugins.easyocr import fit, training
 from plugins.errors import AccelError
 from tests.easyocr.conftest import write_folder
@@ -317,7 +317,7 @@ def test_the_memory_of_many_validations_is_flat(tiny):
     """20 validations in a process of its own: the resident size after the last is that after the fifth."""
     script = """
 import json, sys, psutil
-from integrations.easyocr.board import Board
+from integrations.easyocr.tensorboard_log import Board
 from integrations.easyocr.prepare import Prepared
 from plugins.easyocr import fit
 sizes, real = [], Board.validated
@@ -475,7 +475,7 @@ def test_lines_lost_to_a_setting_are_told_before_training_and_at_its_end(tiny):
 
 def test_the_page_of_mistakes_is_of_the_exported_weights(tiny, monkeypatch):
     drawn = []
-    monkeypatch.setattr(pictures, "mistakes", lambda readings, *_: drawn.append(readings))
+    monkeypatch.setattr(mistakes_picture, "mistakes", lambda readings, *_: drawn.append(readings))
     scores = iter([Score(0.9, 0.9, 8), Score(0.1, 0.1, 8), Score(0.0, 0.0, 8)])
     monkeypatch.setattr(training, "score", lambda read, labels: next(scores))
     kept = []

@@ -8,10 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from plugins.core import beside
-from plugins.core import plan as planning
+from plugins.core.autotune import background_compile, cost_model
+from plugins.core.autotune.plan_file import PLAN_NAME, Switch, read_switches, write_switches
 from plugins.core.plan import Plan
-from plugins.core.planfile import PLAN_NAME, Switch, read_switches, write_switches
 from plugins.easyocr import fit
 from plugins.easyocr import training as plug
 from tests.core.planned import Clock, by_name
@@ -27,8 +26,8 @@ SILENT = {"say": lambda line: None}
 def reads(monkeypatch):
     """A forward takes the seconds of the plan in force, and a run is said to have 1,000 updates; counts forwards."""
     clock, real, counted = Clock(monkeypatch), plug.read, []
-    monkeypatch.setattr(planning, "bf16_is_fast", lambda device: True)
-    monkeypatch.setattr("plugins.core.precision.bf16_is_fast", lambda device: True)
+    monkeypatch.setattr(cost_model, "bf16_is_fast", lambda device: True)
+    monkeypatch.setattr("plugins.core.step.precision.bf16_is_fast", lambda device: True)
     monkeypatch.setattr(plug, "Run", Kept)
 
     def read(model, images):
@@ -40,7 +39,7 @@ def reads(monkeypatch):
         return real(model, images)
 
     monkeypatch.setattr(plug, "read", read)
-    monkeypatch.setattr(planning, "TRIAL_SHARE", 1.0)  # these runs are short
+    monkeypatch.setattr(cost_model, "TRIAL_SHARE", 1.0)  # these runs are short
     return counted
 
 
@@ -152,11 +151,13 @@ def test_there_are_as_many_widths_as_a_plan_could_compile(options, tmp_path, mon
 
 def test_a_plan_that_turns_compile_on_stays_within_the_budget(options, reads, monkeypatch):
     """As on a GPU, where convolutions may gain from it: fewer widths from the start, and the run of its file."""
-    monkeypatch.setattr(planning, "cannot_gain", lambda *args: "")
-    monkeypatch.setattr(beside, "fusable_share", lambda trial, *rest: 0.5 if trial.loss() is not None else 0)
-    monkeypatch.setattr(beside.memory, "room_for_worker", lambda device: False)
+    monkeypatch.setattr(cost_model, "cannot_gain", lambda *args: "")
+    monkeypatch.setattr(
+        background_compile, "fusable_share", lambda trial, *rest: 0.5 if trial.loss() is not None else 0
+    )
+    monkeypatch.setattr(background_compile.memory, "room_for_worker", lambda device: False)
     monkeypatch.setitem(SECONDS, "compiled", 0.1)
-    monkeypatch.setattr(planning, "compile_seconds", lambda *args: 0.1)
+    monkeypatch.setattr(cost_model, "compile_seconds", lambda *args: 0.1)
     more = {"recompile_budget": 5, "compile_backend": "aot_eager", "num_iter": 30, "valInterval": 30}
     measured = train(options, "_measured", **more)
     assert [s.plan for s in read_switches(measured.folder / PLAN_NAME)] == [BOTH, replace(BOTH, compile="features")]

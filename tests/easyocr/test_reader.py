@@ -15,7 +15,7 @@ import torch
 
 from integrations.easyocr import reader as readers
 from integrations.easyocr.errors import EasyOCRError
-from plugins.core.checkpoint import write_atomically
+from plugins.core.checkpoint.atomic_file import write_atomically
 from tests.easyocr.test_export import written
 
 PAGE = np.full((64, 200), 255, np.uint8)

@@ -16,7 +16,7 @@ from integrations.easyocr.network import build
 from integrations.easyocr.preprocess import Preprocess
 from integrations.easyocr.reading import read_lines
 from integrations.easyocr.weights import take_over
-from plugins.core.checkpoint import write_atomically
+from plugins.core.checkpoint.atomic_file import write_atomically
 from tests.easyocr.conftest import STOCK_CHARACTERS, write_folder
 
 FONTS = ("DejaVuSans", "DejaVuSerif", "STIXGeneral", "DejaVuSansMono-Bold", "cmtt10")

@@ -16,7 +16,7 @@ import torch
 SCRIPT = """
 import json, os, sys, time, torch
 torch.set_num_threads(1)
-from integrations.easyocr.board import Board
+from integrations.easyocr.tensorboard_log import Board
 from integrations.easyocr.stream import Lines
 from plugins.easyocr import fit
 options, workers, hangs = json.loads(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == "hangs"

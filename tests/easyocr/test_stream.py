@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from integrations.easyocr.augment import Augment
-from integrations.easyocr.batches import Batch, WidthBatches
+from integrations.easyocr.bucketing import Batch, WidthBatches
 from integrations.easyocr.data import Skipped, read_folder
 from integrations.easyocr.labels import converter
 from integrations.easyocr.preprocess import Preprocess

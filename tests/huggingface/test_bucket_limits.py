@@ -20,8 +20,8 @@ from transformers import (
     RobertaModel,
 )
 
+from integrations.huggingface.bucketing import find_edges, with_overflow
 from integrations.huggingface.collator import BucketCollator
-from integrations.huggingface.edges import find_edges, with_overflow
 from integrations.huggingface.lengths import room, survey_dataset
 from plugins.errors import AccelError
 from tests.huggingface.runs import losses, report, trainer_for

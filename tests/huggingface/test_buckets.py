@@ -10,10 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from integrations.huggingface.bucket_sampler import BucketBatchSampler
+from integrations.huggingface.bucketing import bucket_of, find_edges, padded_tokens, with_overflow
 from integrations.huggingface.collator import BucketCollator, BucketedStream, Marked, PlacedDataset
-from integrations.huggingface.edges import bucket_of, find_edges, padded_tokens, with_overflow
 from integrations.huggingface.lengths import Form
-from integrations.huggingface.sampler import BucketBatchSampler
 
 
 def collate(features):

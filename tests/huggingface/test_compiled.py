@@ -11,7 +11,7 @@ import torch
 from transformers import GenerationConfig, Seq2SeqTrainer, Seq2SeqTrainingArguments
 
 from integrations.huggingface.adapter import Adapter
-from plugins.core import planner
+from plugins.core.autotune import tuner
 from plugins.hf import AccelCallback
 from tests import reference
 from tests.huggingface.heads import Rows, batch_for, model_for
@@ -287,7 +287,7 @@ def test_torch_compile_of_the_host_is_left_to_it(tmp_path):
 
 def test_case_pytorch_98102_a_short_run_stays_eager_and_says_how_many_updates_pay(tmp_path, monkeypatch):
     """At 0.1 s a micro-batch, two an update. The guess of a compile: 6 s, and 0.6 s a leaf of one block."""
-    monkeypatch.setattr(planner.Planner, "step_seconds", 0.1)
+    monkeypatch.setattr(tuner.Tuner, "step_seconds", 0.1)
     trainer, _ = trainer_for(
         "bert-token",
         tmp_path,

@@ -15,14 +15,15 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
-from integrations.huggingface.checkpoints import STATE
-from plugins.core import beside, contest, memory, precompile
-from plugins.core import plan as planning
-from plugins.core import trial as trial_module
-from plugins.core.checkpoint import random_state
+from integrations.huggingface.checkpointing import STATE
+from plugins.core.autotune import background_compile, cost_model, paired_comparison
+from plugins.core.autotune import timing as trial_module
+from plugins.core.autotune.plan_cache import INDUCTOR, PlanCache
+from plugins.core.autotune.plan_file import PLAN_NAME, Switch, write_switches
+from plugins.core.checkpoint.rng_state import random_state
+from plugins.core.compile import worker
 from plugins.core.plan import Plan, Timing
-from plugins.core.planfile import PLAN_NAME, Switch, write_switches
-from plugins.core.remember import INDUCTOR, Memory
+from plugins.core.system import memory
 from tests.core.tiny import same
 from tests.huggingface.heads import Rows, batch_for, model_for
 from tests.huggingface.runs import STATEFUL, report, trainer_for
@@ -173,18 +174,20 @@ def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         return timing
 
     with pytest.MonkeyPatch.context() as patch:
-        for module in (trial_module, contest):
+        for module in (trial_module, paired_comparison):
             patch.setattr(module, "time_steps", time_steps)
-        patch.setattr(planning, "bf16_is_fast", lambda device: True)
-        patch.setattr(planning, "affordable", lambda candidates, *_: list(candidates))
-        patch.setattr(planning, "HOPELESS", math.inf)
-        patch.setattr(planning, "cannot_gain", lambda *_: "")
-        patch.setattr(planning, "seconds_to_pay", lambda *_: 0.0)
-        patch.setattr(planning, "budget", lambda *_: 600.0)
+        patch.setattr(cost_model, "bf16_is_fast", lambda device: True)
+        patch.setattr(cost_model, "affordable", lambda candidates, *_: list(candidates))
+        patch.setattr(cost_model, "HOPELESS", math.inf)
+        patch.setattr(cost_model, "cannot_gain", lambda *_: "")
+        patch.setattr(cost_model, "seconds_to_pay", lambda *_: 0.0)
+        patch.setattr(cost_model, "budget", lambda *_: 600.0)
         patch.setattr(memory, "room_for_worker", lambda device: True)
-        patch.setattr(beside, "has_spare_core", lambda device: False)  # the run waits, so that it is ready at once
-        patch.setattr(precompile, "command", lambda: [sys.executable, "-c", ""])
-        patch.setattr(Memory, "has_code", lambda self, needed: True)
+        patch.setattr(
+            background_compile, "has_spare_core", lambda device: False
+        )  # the run waits, so that it is ready at once
+        patch.setattr(worker, "command", lambda: [sys.executable, "-c", ""])
+        patch.setattr(PlanCache, "has_code", lambda self, needed: True)
         patch.setenv(INDUCTOR, str(tmp_path_factory.mktemp("inductor")))
         yield
 
@@ -285,9 +288,9 @@ def test_trials_leave_the_loader_and_a_run_that_they_do_not_change_alone(
     def measuring(*_: Any, **__: Any) -> None:
         pytest.fail("plan=off measures nothing")
 
-    for module in (trial_module, contest):
+    for module in (trial_module, paired_comparison):
         monkeypatch.setattr(module, "time_steps", measuring)
-    monkeypatch.setattr(beside, "fusable_share", measuring)
+    monkeypatch.setattr(background_compile, "fusable_share", measuring)
     plain = run(case.head, tmp_path / "plain", {**options, "precision": "host", "plan": "off"})
     equal(tried, plain)
     assert tried.taken == plain.taken

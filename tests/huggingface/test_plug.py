@@ -8,10 +8,10 @@ import pytest
 import torch
 from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainerCallback
 
+from integrations.contract import UnsupportedRun
 from integrations.huggingface import versions
 from integrations.huggingface.arguments import refuse_contradictions
-from integrations.huggingface.checkpoints import problems
-from integrations.seam import UnsupportedRun
+from integrations.huggingface.checkpointing import problems
 from plugins import AccelConfig, AccelError
 from plugins.hf import AccelCallback
 from tests import reference

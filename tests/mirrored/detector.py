@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from ultralytics.engine import trainer as host
 
-from plugins.core import devices
+from plugins.core.system import devices
 from tests import mirror
 from tests.core.tiny import same
 from tests.ultralytics import conftest as yolo

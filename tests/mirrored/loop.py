@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from plugins.core import devices
-from plugins.core import plan as planning
+from plugins.core.autotune import cost_model
+from plugins.core.system import devices
 from plugins.loop import Accelerated
 from tests import mirror
 from tests.core.tiny import same
@@ -226,7 +226,7 @@ def test_state_dict_moved_over_the_cpu_is_loaded_on_the_device() -> None:
 
 
 def test_trials_of_a_plan_put_everything_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planning, "HOPELESS", math.inf)  # no clock decides which plans are timed
+    monkeypatch.setattr(cost_model, "HOPELESS", math.inf)  # no clock decides which plans are timed
     run = Run(DEVICE, "auto", planned=True, plan="auto", memory_format="auto", dropout=0.5)
     data = list(batches())
     run.feed(data[:6])  # steps to compare with; the optimizer and the average have a state
@@ -243,7 +243,7 @@ def test_trials_of_a_plan_put_everything_back(monkeypatch: pytest.MonkeyPatch) -
 
     before = everything()
     run.accel.plan(loss, 1_000_000, x.shape)
-    timings = run.accel.session.planner.timings
+    timings = run.accel.session.tuner.timings
     assert {(t.plan.precision, t.plan.memory_format) for t in timings} >= {("host", "host"), ("bf16", "channels_last")}
     assert same(everything(), before)
     run.feed(data[6:]).flushed()

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from plugins import easyocr as plug
-from plugins.core import devices
+from plugins.core.system import devices
 from plugins.easyocr import fit
 from tests import mirror
 from tests.core.tiny import same

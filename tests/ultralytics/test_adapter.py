@@ -212,14 +212,14 @@ def test_seed_and_memory_format(train: Train) -> None:
 def test_bf16_runs_the_forward_in_bf16_and_keeps_fp32_weights(train: Train) -> None:
     seen: list[torch.dtype] = []
 
-    def watch(trainer: Any) -> None:
+    def monitor(trainer: Any) -> None:
         def hook(module: nn.Module, _: Any, output: torch.Tensor) -> None:
             if module.training:
                 seen.append(output.dtype)
 
         trainer.model.model[0].conv.register_forward_hook(hook)
 
-    run = train(accel={"precision": "bf16", "accumulate": 2}, callbacks={"on_pretrain_routine_end": watch})
+    run = train(accel={"precision": "bf16", "accumulate": 2}, callbacks={"on_pretrain_routine_end": monitor})
     assert set(seen) == {torch.bfloat16}
     assert {p.dtype for p in run.trainer.model.parameters()} == {torch.float32}
     assert run.report["speed"]["precision"] == "bf16"

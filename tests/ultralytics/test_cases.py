@@ -79,7 +79,7 @@ def test_18473_four_by_four_is_one_by_sixteen(train: Train) -> None:
 
 def test_1516_a_compiled_run_s_best_exports_in_a_process_without_the_plug(train: Train, tmp_path: Any) -> None:
     from tests.ultralytics.conftest import without_plug
-    from tests.ultralytics.test_saving import ALONE
+    from tests.ultralytics.test_checkpointing import ALONE
 
     run = train(accel={"compile": "on", "compile_backend": "eager", "accumulate": 2}, epochs=1)
     assert run.report["compile"]["decision"] == "whole"

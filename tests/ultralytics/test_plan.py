@@ -11,11 +11,11 @@ import cloudpickle
 import pytest
 import torch
 
-from integrations.ultralytics.layout import Layout
-from plugins.core import plan as planning
-from plugins.core import trial as trial_module
+from integrations.ultralytics.precision_layout import Layout
+from plugins.core.autotune import cost_model
+from plugins.core.autotune import timing as trial_module
+from plugins.core.autotune.plan_file import PLAN_NAME
 from plugins.core.plan import Plan, Timing
-from plugins.core.planfile import PLAN_NAME
 from tests.ultralytics.conftest import Run, same
 
 Train = Callable[..., Run]
@@ -35,9 +35,9 @@ def seconds(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
         return timing
 
     monkeypatch.setattr(trial_module, "time_steps", time_steps)
-    monkeypatch.setattr(planning, "bf16_is_fast", lambda device: True)
-    monkeypatch.setattr(planning, "affordable", lambda candidates, *_: list(candidates))
-    monkeypatch.setattr(planning, "HOPELESS", float("inf"))
+    monkeypatch.setattr(cost_model, "bf16_is_fast", lambda device: True)
+    monkeypatch.setattr(cost_model, "affordable", lambda candidates, *_: list(candidates))
+    monkeypatch.setattr(cost_model, "HOPELESS", float("inf"))
     return wanted
 
 

@@ -342,7 +342,7 @@ def test_a_report_that_cannot_be_written_costs_nothing_else(train: Train, monkey
     def full(*_: Any, **__: Any) -> Any:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("plugins.core.report.Report.write", full)
+    monkeypatch.setattr("plugins.core.telemetry.report.Report.write", full)
     run = train(accel={"accumulate": 2})
     assert (run.folder / "weights" / "last.pt").is_file()
     assert run.trainer.accel is None

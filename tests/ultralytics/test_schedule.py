@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ultralytics.engine.trainer import BaseTrainer
 
-from integrations.seam import UnsupportedRun
+from integrations.contract import UnsupportedRun
 from integrations.ultralytics import schedule
 from plugins.config import AccelConfig
 

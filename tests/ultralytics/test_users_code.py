@@ -26,7 +26,7 @@ from integrations.ultralytics import command
 from plugins import yolo
 from plugins.yolo import attach
 from tests.ultralytics.conftest import Run, same, tensors, without_plug
-from tests.ultralytics.test_saving import Killed, keep_copies, stop_after
+from tests.ultralytics.test_checkpointing import Killed, keep_copies, stop_after
 
 Train = Callable[..., Run]
 EVENTS = (
@@ -166,8 +166,8 @@ def test_an_own_optimizer_step_is_not_run_for_a_skipped_update(train: Train) -> 
     Stepping.ran = 0
 
     def spoil(trainer: Any) -> None:
-        seam = trainer.accel.seam
-        if seam.updates == 1 and seam.window.micro_batches == 1:  # the second window is half full
+        session = trainer.accel.session
+        if session.updates == 1 and session.window.micro_batches == 1:  # the second window is half full
             next(p for p in trainer.model.parameters() if p.grad is not None).grad[:] = float("nan")
 
     run = train(accel={"accumulate": 2}, images=16, epochs=2, trainer=Stepping, callbacks={"on_train_batch_end": spoil})

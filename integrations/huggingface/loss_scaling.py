@@ -1,0 +1,277 @@
+"""Exact accumulation in the Trainer: what each micro-batch's loss weighs, and the true means.
+
+The host fetches all micro-batches of a window before the first forward and asks `_get_num_items_in_batch` for
+their count. There the terms of every micro-batch are counted and summed over ranks, once.
+
+Whose loss it is decides what is done. That of a library's head is known by its name, checked once on a copy of the
+model, and asked for the micro-batch's own mean (no count is passed, so heads that take one and heads that ignore it
+agree). A loss that the user wrote runs exactly as the host runs it, with the host's count; how it adds up is seen
+in these calls. `scaling` then puts the gradient right.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from integrations.huggingface import counting, observing
+from integrations.huggingface.counting import SUM, Counting
+from integrations.huggingface.evaluation_loss import EvaluationLoss
+from integrations.huggingface.evidence import Evidence, over_ranks, ranks
+from integrations.huggingface.finding import Finding, find_rule, of_the_user, tolerance
+from integrations.huggingface.observing import KINDS, Rule, Seen, Way
+from integrations.huggingface.scaling import Scaling, Share, says_scaled
+
+LEFT = "weighted as the host does"
+WHOLE, NOTHING = Share(1.0, 1.0), Share(0.0, 0.0)
+
+
+@dataclass
+class _Window:
+    """The window at hand: K, terms by kind over all ranks, and what was given to its micro-batches so far."""
+
+    micro_batches: int = 0
+    totals: dict[str, float] = field(default_factory=dict)
+    number: float = 0.0  # the host's own count of all terms
+    counts: deque[int] = field(default_factory=deque)  # of a library's head, a micro-batch each
+    given: list[tuple[Rule, dict[str, int | None]]] = field(default_factory=list)  # of a user's loss
+    losses: list[tuple[int, Tensor]] = field(default_factory=list)  # (micro-batch from 1, loss)
+    at: int = 0  # micro-batch, from 1
+
+
+class Losses:
+    """The rule in force for one trainer, and the weights of the window at hand.
+
+    Args:
+        trainer: the host's.
+        exact: False leaves everything to the host (normalise=host).
+        approximate: told, once each, what accumulation cannot make exact.
+    """
+
+    def __init__(self, trainer: Any, exact: bool, approximate: Callable[[str], None]) -> None:
+        self.trainer, self.exact, self.approximate = trainer, exact, approximate
+        self.rule: Counting | None = None  # of a library's head
+        self.finding = Finding.OPEN if exact else Finding.HOST
+        self.session: Any = None
+        self.scaling = Scaling(
+            trainer, lambda: approximate("training_step scales the loss by a factor of its own, which stays")
+        )
+        self.evaluation = EvaluationLoss(self)
+        self._compute_loss: Any = None  # the trainer's own, without the plug's
+        self._evidence: Evidence | None = None
+        self._window = _Window()
+        self._count: int | None = None  # of the micro-batch at hand, for a library's head
+        self._inside = False  # of a training step
+        self._windows = 0
+
+    # -- the rule ----------------------------------------------------------------------------------------------
+
+    @property
+    def known(self) -> bool:
+        return self.finding is not Finding.OPEN
+
+    @property
+    def weighs(self) -> bool:
+        """A library's head, whose terms are counted."""
+        return self.finding is Finding.COUNTED
+
+    @property
+    def observes(self) -> bool:
+        """A loss that the user wrote: it is only watched."""
+        return self.finding is Finding.OBSERVED
+
+    def find_rule(self, batches: Sequence[Any], compute_loss: Callable[..., Any]) -> None:
+        """Decide once, on the first batches, how this run's loss is counted."""
+        if self.known or not batches or not isinstance(batches[0], (dict, counting.Mapping)):
+            return
+        if self.trainer.args.n_gpu > 1:
+            self._leave("DataParallel replicas: start one process a device with torchrun")
+            return
+        self._compute_loss = compute_loss
+        self.finding, self.rule, inexact = find_rule(self.trainer, batches, compute_loss)
+        for term in inexact:
+            self.approximate(term)
+
+    def _leave(self, reason: str) -> None:
+        self.finding = Finding.HOST
+        self.approximate(f"{reason}; {LEFT}")
+
+    # -- training ----------------------------------------------------------------------------------------------
+
+    def begin_window(self, original: Callable[..., Any], batches: list[Any], device: torch.device) -> Any:
+        """Count the window. Replaces the trainer's `_get_num_items_in_batch`; returns what the host passes on."""
+        self._window = _Window(len(batches))
+        self._windows += 1
+        if self.weighs and batches:
+            return self._count_terms(original, batches, device)
+        number = original(batches, device)
+        if self.observes and batches:
+            found = [[observing.count(kind, batch) for batch in batches] for kind in KINDS]
+            sums = [float("nan") if None in counts else float(sum(counts)) for counts in found]  # type: ignore[arg-type]
+            self._window.totals = dict(zip(KINDS, over_ranks(sums, device), strict=True))
+            self._window.number = float(number) if isinstance(number, Tensor) else float(number or 0)
+            self._look(lambda evidence: evidence.agree(device))
+        return number
+
+    def _count_terms(self, original: Callable[..., Any], batches: list[Any], device: torch.device) -> Any:
+        assert self.rule is not None
+        counts = self.rule.count_all(batches)
+        if any(count is None for count in counts):
+            self._leave("a batch without labels")
+            return original(batches, device)
+        for batch in batches:
+            if lost := self.rule.lost(batch):
+                self.approximate(lost)
+        self._window.counts.extend(count or 0 for count in counts)
+        total = int(over_ranks([float(sum(self._window.counts))], device)[0])
+        self._window.totals = {self.rule.kind: total}
+        if self.session is not None:
+            self.session.window.announce(total, ranks())
+        return None
+
+    @contextmanager
+    def micro_batch(self, training_step: Any) -> Iterator[None]:
+        """Around a training step, which may ask for the loss more than once (adversarial training)."""
+        self._window.at += 1
+        self._count = self._window.counts.popleft() if self._window.counts else None
+        self._inside = True
+        self.scaling.begin(training_step)
+        try:
+            yield
+        finally:
+            self._count, self._inside = None, False
+
+    def training_loss(self, original: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """`compute_loss` of a micro-batch. Its value is its own; its backward brings its share of the window's mean."""
+        window = self._window
+        if not self._inside:
+            return original(model, inputs, *args, **kwargs)
+        if self._count is not None and self.rule is not None:
+            kwargs["num_items_in_batch"] = None
+            empty = not self._count and self.rule.kind != SUM
+            with observing.watching(model, inputs, None) if empty else nullcontext(Seen({})) as seen:
+                found = original(model, inputs, *args, **kwargs)
+            share: Share | None = None if empty else self._share_of(self.rule, self._count)
+        elif self.observes and (window.micro_batches > 1 or ranks() > 1):
+            with self.evaluation.watched(model, inputs, args, kwargs) as seen:
+                found = original(model, inputs, *args, **kwargs)
+            share = self._share_seen(_loss(found), seen)
+            empty = share == NOTHING and not bool(torch.isfinite(_loss(found)).all())
+        else:
+            return self._noted(original(model, inputs, *args, **kwargs))
+        if empty:
+            return self._noted(_no_terms(found, seen))
+        if share is not None and (share != WHOLE or window.micro_batches > 1):
+            self.scaling.correct(_loss(found), share, window.micro_batches)
+        return self._noted(found)
+
+    def _share_of(self, rule: Counting, count: int) -> Share:
+        """A library's head: a mean over `count` terms, or a sum over samples, whose log is told a sample."""
+        if rule.kind == SUM:
+            return Share(float(ranks()), ranks() / max(self._window.totals[SUM], 1))
+        weight = float(self.session.mean(count))
+        return Share(weight, weight)
+
+    # -- a loss that the user wrote ------------------------------------------------------------------------------
+
+    def evidence(self) -> Evidence:
+        if self._evidence is None:
+            self._evidence = Evidence(tolerance(self.trainer))
+        return self._evidence
+
+    def _share_seen(self, loss: Tensor, seen: Seen) -> Share | None:
+        """By the rule that every call so far fits; None leaves it the host's way."""
+        window = self._window
+        self.evidence().note(loss, seen, window.micro_batches, ranks())
+        if self._windows == 1 or not self.evidence().calls:
+            self._look(Evidence.settle)  # before a rule is settled, the next micro-batch has to know
+        counts = {kind: observing.count(kind, seen.batch) for kind in KINDS}
+        rule = self.evidence().rule(window.totals)
+        if rule is None:
+            as_it_is = seen.trace.used or self._says_scaled
+            return None if as_it_is else Share(1 / window.micro_batches, 1 / window.micro_batches)
+        weight = self._weight(rule, counts)
+        if window.given and window.given[-1][0] != rule:
+            self._put_right(rule)
+        window.given.append((rule, counts))
+        return Share(weight, weight)
+
+    @cached_property
+    def _says_scaled(self) -> bool:
+        return says_scaled(self.trainer, self._compute_loss)
+
+    def _weight(self, rule: Rule, counts: dict[str, int | None]) -> float:
+        window = self._window
+        if rule.way is Way.COUNTED:  # exact, but for a host that counts labels which the loss does not (GPT-2)
+            return window.number / window.totals[rule.kind] if rule.kind in window.totals else 1.0
+        if rule.way is Way.SUM:
+            return float(ranks())
+        divided = (counts[rule.kind] or 0) * (window.micro_batches if rule.way is Way.SHARE else 1)
+        return divided * ranks() / window.totals[rule.kind]
+
+    def _put_right(self, rule: Rule) -> None:
+        """The rule that fitted the window's first micro-batches was another's: weigh their gradients again.
+
+        They are one sum by now, so that this can be done only where all of them change alike.
+        """
+        given = self._window.given
+        changes = [self._weight(rule, counts) / (self._weight(old, counts) or 1.0) for old, counts in given]
+        if max(changes) - min(changes) > 1e-6 * max(changes):
+            self.approximate("the first window: its first micro-batches were weighed by another rule than its last")
+            return
+        found = [p.grad for p in self.trainer.model.parameters() if p.grad is not None]
+        if found and changes[0] != 1.0:
+            torch._foreach_mul_(found, changes[0])
+        self._window.given = [(rule, counts) for _, counts in given]
+
+    def _look(self, at: Callable[[Evidence], None]) -> None:
+        """Look at the evidence; where nothing fits any more, say so once."""
+        evidence = self.evidence()
+        before = bool(evidence.possible)
+        at(evidence)
+        if before and not evidence.possible:
+            model = type(counting.base(self.trainer.model)).__name__
+            what = "compute_loss" if of_the_user(self.trainer, self._compute_loss) else f"the loss of {model}"
+            first = self._windows == 1 or (self._windows == 2 and not self._window.at)
+            reason = (
+                f"{what} hides how many terms its mean has"
+                if first
+                else "the loss adds up in another way than on the first batch"
+            )
+            self.approximate(f"{reason}; {LEFT}")
+
+    # -- the window's end --------------------------------------------------------------------------------------
+
+    def end_window(self) -> None:
+        """After the last backward."""
+        if self.observes:
+            self._look(Evidence.settle)
+
+    def _noted(self, found: Any) -> Any:
+        self._window.losses.append((self._window.at, _loss(found).detach()))
+        return found
+
+    def not_finite(self) -> list[int]:
+        """Micro-batches of this window, counted from 1, whose loss was NaN or infinite."""
+        return sorted({number for number, loss in self._window.losses if not bool(torch.isfinite(loss).all())})
+
+
+def _loss(found: Any) -> Tensor:
+    return found[0] if isinstance(found, tuple) else found  # type: ignore[no-any-return]
+
+
+def _no_terms(found: Any, seen: Seen) -> Any:
+    """A loss of zero that reaches the same parameters: a mean over no term at all would be NaN."""
+    values: list[Any] = []
+    for outputs in seen.outputs:
+        values += outputs.values() if isinstance(outputs, counting.Mapping) else outputs
+    logits = [v for v in values if isinstance(v, Tensor) and v.dim() and v.is_floating_point() and v.requires_grad]
+    zero = sum((v.float().sum() * 0.0 for v in logits), torch.zeros((), device=_loss(found).device))
+    return (zero, *found[1:]) if isinstance(found, tuple) else zero

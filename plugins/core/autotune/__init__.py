@@ -1,0 +1,1 @@
+"""The measured speed plan: what is tried, timed, chosen and remembered."""

@@ -1,0 +1,26 @@
+"""Atomic files, sidecars, random state, module names: what a run saves beside a host's own checkpoint."""
+
+from plugins.core.checkpoint.atomic_file import AtomicPath, on_cpu, sweep, write_atomically
+from plugins.core.checkpoint.module_names import clean_key, load_own_state, own_name, own_state, unwrap
+from plugins.core.checkpoint.rng_state import random_state, seed_everything, set_random_state
+from plugins.core.checkpoint.sidecar import DamagedState, drop_sidecars, load_sidecar, save_sidecar, sidecar_path
+
+__all__ = [
+    "AtomicPath",
+    "DamagedState",
+    "clean_key",
+    "drop_sidecars",
+    "load_own_state",
+    "load_sidecar",
+    "on_cpu",
+    "own_name",
+    "own_state",
+    "random_state",
+    "save_sidecar",
+    "seed_everything",
+    "set_random_state",
+    "sidecar_path",
+    "sweep",
+    "unwrap",
+    "write_atomically",
+]

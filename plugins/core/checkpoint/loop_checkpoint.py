@@ -1,0 +1,122 @@
+"""The one file that a hand-written loop saves and resumes from: plain values and tensors, read without pickled code."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from plugins.core.checkpoint.atomic_file import on_cpu, write_atomically
+from plugins.core.checkpoint.module_names import own_state
+from plugins.errors import AccelError
+
+if TYPE_CHECKING:
+    from plugins.core.session import Session
+
+SCHEMA = 1
+STATE = {  # at least; and of which kind
+    "model": dict, "optimizer": dict, "scaler": dict, "average": dict, "window": dict, "gradients": dict,
+    "kept_statistics": list, "counts": dict, "random": dict, "extra": dict,
+}  # fmt: skip
+
+
+def save(path: Path, session: Session, scheduler: Any, **more: Any) -> None:
+    """Write everything that a bit-for-bit resume needs, atomically, and `more` beside it."""
+    state = {**session.state_dict(), "kinds": kinds(session.update.optimizer, scheduler), **more}
+    if scheduler is not None:
+        state["scheduler"] = scheduler.state_dict()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, lambda file: torch.save({"accel": SCHEMA, **on_cpu(state)}, file))
+    if str(path) not in session.report.checkpoints:
+        session.report.checkpoints.append(str(path))
+
+
+def read(path: Path) -> dict[str, Any]:
+    """Raises AccelError on a missing, damaged or foreign file."""
+    if not path.is_file():
+        raise AccelError(f"{path}: no such file; expected a checkpoint that `save` wrote")
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        why = type(error).__name__  # torch's own text is several lines of advice
+        raise AccelError(f"{path}: not readable as a checkpoint ({why})") from None
+    if not isinstance(state, dict) or state.get("accel") != SCHEMA:
+        raise AccelError(f"{path}: not a checkpoint of schema {SCHEMA} that `save` wrote")
+    if odd := [name for name, kind in STATE.items() if not isinstance(state.get(name), kind)]:
+        raise AccelError(f"{path}: damaged: {odd[0]} is {type(state.get(odd[0])).__name__}")
+    return state
+
+
+def kinds(optimizer: torch.optim.Optimizer, scheduler: Any) -> dict[str, str]:
+    """What the numbers of a state belong to."""
+    return {"optimizer": type(optimizer).__name__, "schedule": type(scheduler).__name__ if scheduler else "none"}
+
+
+def belonging(path: Path, session: Session, scheduler: Any) -> dict[str, Any]:
+    """The state in `path`, which is one of this run's model, optimizer, average and schedule.
+
+    Raises:
+        AccelError: a missing, damaged or foreign file, or one of another model, optimizer, average or schedule.
+    """
+    state, model, optimizer = read(path), session.model, session.update.optimizer
+    here, there = own_state(model), state["model"]
+    odd = next((name for name in {**here, **there} if _shape(here, name) != _shape(there, name)), None)
+    if odd is not None:
+        raise AccelError(f"{path}: of another model: {odd} is {_shape(there, odd)} there, {_shape(here, odd)} here")
+    for name, kind in kinds(optimizer, scheduler).items():
+        if (saved := state.get("kinds", {}).get(name, kind)) != kind:
+            raise AccelError(f"{path}: saved with another {name} than this run's: {saved} there, {kind} here")
+    if why := _other_optimizer(state["optimizer"], optimizer):
+        raise AccelError(f"{path}: saved with another optimizer than {type(optimizer).__name__}: {why}")
+    beside = [list(parameter.shape) for parameter in session.update.beside(model)]
+    saved_beside = [list(value.shape) for value in state.get("beside_model", [])]
+    if "beside_model" in state and saved_beside != beside:
+        raise AccelError(
+            f"{path}: of other parameters that the optimizer holds beside the model: {saved_beside} there, "
+            f"{beside} here"
+        )
+    if bool(state["average"]) != (session.update.average is not None):
+        saved_how = "with" if state["average"] else "without"
+        raise AccelError(f"ema={session.config.ema}: {path} was saved {saved_how} an EMA; resume with the same setting")
+    return state
+
+
+def check_plain(extra: dict[str, Any]) -> None:
+    """Raises AccelError on what could not be read back."""
+    for name, value in extra.items():
+        held = io.BytesIO()
+        try:
+            torch.save(value, held)
+            held.seek(0)
+            torch.load(held, weights_only=True)
+        except Exception:
+            kind = type(value).__name__
+            raise AccelError(
+                f"save: {name} holds {kind}; allowed are numbers, text, tensors, lists and dicts"
+            ) from None
+
+
+def _shape(state: dict[str, Any], name: str) -> Any:
+    if name not in state:
+        return "missing"
+    return list(state[name].shape) if isinstance(state[name], Tensor) else type(state[name]).__name__
+
+
+def _other_optimizer(state: dict[str, Any], optimizer: torch.optim.Optimizer) -> str:
+    """Why the state is not one of this optimizer, or empty."""
+    here, there = optimizer.state_dict()["param_groups"], state["param_groups"]
+    sizes = [[len(group["params"]) for group in groups] for groups in (here, there)]
+    if sizes[0] != sizes[1]:
+        return f"groups of {sizes[1]} parameters there, of {sizes[0]} here"
+    missing = sorted({name for a, b in zip(here, there, strict=True) for name in a.keys() - b.keys()} - {"initial_lr"})
+    if missing:
+        return f"it has no {', '.join(missing)}"
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for index, parameter in enumerate(parameters):
+        for name, value in state["state"].get(index, {}).items():
+            if isinstance(value, Tensor) and value.dim() and value.shape != parameter.shape:
+                return f"{name} of parameter {index} is {list(value.shape)} there, {list(parameter.shape)} here"
+    return ""

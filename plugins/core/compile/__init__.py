@@ -1,0 +1,1 @@
+"""torch.compile in place: what is compiled, watched, and taken back."""

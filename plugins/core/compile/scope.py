@@ -1,0 +1,46 @@
+"""Which modules of a model are compiled: the whole, its repeated blocks, or those of some names."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from plugins.config import AccelConfig
+from plugins.core.compile import compiled_module as compiling
+
+
+def modules_of(model: nn.Module, config: AccelConfig, scope: str = "") -> tuple[list[nn.Module], str]:
+    """What to compile, and its name in the report: by the settings, or a plan's `scope`.
+
+    `compile=auto` leaves `compile_scope=auto` to the model: its repeated blocks where they are most of it.
+
+    Raises:
+        CompileRefused
+    """
+    wanted: str | list[str] = config.compile_scope
+    exclude = config.compile_exclude
+    if isinstance(wanted, list):
+        found = compiling.matching(model, wanted, exclude)
+        if not found:
+            raise compiling.CompileRefused(f"compile_scope={','.join(wanted)}: no module has such a name")
+        return found, "features"
+    blocks = _blocks(model, exclude)
+    if wanted == "auto" and config.compile != "on":
+        wanted = "regional" if blocks and (exclude or compiling.covers(model, blocks)) else "whole"
+    wanted = scope or wanted
+    if wanted == "features":
+        raise compiling.CompileRefused("a plan that compiles features needs compile_scope=NAME PATTERNS")
+    if wanted == "regional":
+        if not blocks:
+            raise compiling.CompileRefused("compile_scope=regional: the model has no repeated blocks; use whole")
+        return blocks, "regional"
+    if exclude:
+        raise compiling.CompileRefused(
+            f"compile_exclude={','.join(exclude)}: the whole forward is one graph; "
+            "use compile_scope=regional or name patterns"
+        )
+    return [model], "whole"
+
+
+def _blocks(model: nn.Module, exclude: list[str]) -> list[nn.Module]:
+    left_out = {id(m) for m in compiling.matching(model, exclude, [])}
+    return [block for block in compiling.regions(model) if id(block) not in left_out]

@@ -1,0 +1,1 @@
+"""One optimizer update: accumulation, order, EMA, BatchNorm, precision."""

@@ -1,0 +1,206 @@
+"""One update, once a window, in the one order that every host gets:
+
+    sum over ranks -> unscale -> rescale to exact -> finite? -> clip -> step -> scaler update -> zero gradients -> EMA
+
+A host that steps by itself calls `prepare` before its step and `finish` after it; `step` is both around ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from plugins.core.step.accumulation import ALL, Window, over_ranks, scale_
+from plugins.errors import AccelError
+
+
+class Average(Protocol):
+    def update(self) -> None: ...
+
+
+@runtime_checkable
+class Resumable(Protocol):
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: Any) -> None: ...
+
+
+class NonFiniteGradient(AccelError, RuntimeError):
+    """Raised at `nonfinite=stop`."""
+
+
+@dataclass
+class Outcome:
+    """What one window came to. `norm` is the L2 norm of the exact gradient before clipping."""
+
+    stepped: bool
+    norm: float
+    clipped: bool
+    micro_batches: int
+    samples: int
+    partial: bool
+
+
+class Update:
+    """Owns the order of an update for one optimizer.
+
+    Args:
+        optimizer: the host's own.
+        scaler: a `torch.amp.GradScaler`, or None.
+        clip_norm: L2 norm, or None to leave gradients untouched.
+        nonfinite: `skip`, or `stop` to raise `NonFiniteGradient`.
+        groups: parameters by loss group, where a host has several normalisers; default all in one.
+        average: moved after every update that happened, never after a skipped one.
+        sync: average gradients over ranks here, once an update, where the host's own reduction was held back. Hosts
+            multiply the loss by the number of ranks, so that the average is the sum that a big batch has.
+        keep_gradients: whether to zero gradients in place now, as CUDA graphs need.
+        order: the model's parameters; hosts sum the norm in this order, and its last bit depends on it.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        scaler: Any = None,
+        clip_norm: float | None = None,
+        nonfinite: str = "skip",
+        groups: Mapping[str, Iterable[nn.Parameter]] | None = None,
+        average: Average | None = None,
+        sync: bool = False,
+        keep_gradients: Callable[[], bool] = lambda: False,
+        order: Iterable[nn.Parameter] = (),
+    ) -> None:
+        self.optimizer, self.scaler, self.clip_norm, self.nonfinite = optimizer, scaler, clip_norm, nonfinite
+        self.average, self.sync, self.keep_gradients = average, sync, keep_gradients
+        self._groups = {name: list(params) for name, params in (groups or {}).items()}
+        self._order = {id(p): at for at, p in enumerate(order)}
+
+    def parameters(self) -> list[nn.Parameter]:
+        """All that the optimizer holds, in the model's order where it is known."""
+        found = [p for group in self.optimizer.param_groups for p in group["params"]]
+        return sorted(found, key=lambda p: self._order.get(id(p), len(self._order)))
+
+    def beside(self, model: nn.Module) -> list[nn.Parameter]:
+        """What the optimizer holds and the model does not (a criterion's weights), in the order of its groups."""
+        own = {id(p) for p in model.parameters()}
+        return [p for group in self.optimizer.param_groups for p in group["params"] if id(p) not in own]
+
+    def gradients(self) -> list[Tensor]:
+        return [p.grad for p in self.parameters() if p.grad is not None]
+
+    def prepare(self, window: Window, unscale: bool = True) -> Outcome:
+        """Average over ranks, unscale, rescale, check, clip. The only host-device sync of an update is the norm."""
+        self._reduce(window)
+        return self._checked(window, unscale)
+
+    def _reduce(self, window: Window) -> bool:
+        """Average over ranks, where that is ours; whether there is anything to update with."""
+        self._leave_out_frozen()
+        if not self.sync:
+            return True
+        # Before unscaling, so that an inf of one rank lowers the scale of all.
+        return average_over_ranks(self.parameters(), not window.empty)
+
+    def _leave_out_frozen(self) -> None:
+        """A parameter that was frozen inside the window gets no update from what came before."""
+        for parameter in self.parameters():
+            if parameter.grad is not None and not parameter.requires_grad and not self.keep_gradients():
+                parameter.grad = None
+
+    def _checked(self, window: Window, unscale: bool = True) -> Outcome:
+        if unscale and self._scaled:
+            self.scaler.unscale_(self.optimizer)
+        self._rescale(window)
+        gradients = self.gradients()
+        total = torch.nn.utils.get_total_norm(gradients) if gradients else torch.zeros(())
+        norm = float(total)
+        finite = norm == norm and norm not in (float("inf"), float("-inf"))
+        clipped = finite and self.clip_norm is not None and norm > self.clip_norm
+        if clipped and self.clip_norm is not None:
+            torch.nn.utils.clip_grads_with_norm_(self.parameters(), self.clip_norm, total)
+        partial = window.micro_batches < window.expected
+        outcome = Outcome(finite, norm, clipped, window.micro_batches, window.samples, partial)
+        if not finite and self.nonfinite == "stop":
+            raise NonFiniteGradient(f"gradient norm is {norm} and nonfinite=stop; weights and EMA are untouched")
+        return outcome
+
+    def finish(self, outcome: Outcome) -> None:
+        """Move the average, if the update happened."""
+        if outcome.stepped and self.average is not None:
+            self.average.update()
+
+    def step(self, window: Window) -> Outcome | None:
+        """The whole update; None where no rank has a micro-batch for it.
+
+        A non-finite gradient leaves weights, optimizer state and average untouched.
+        """
+        if not self._reduce(window):
+            self.zero()
+            return None
+        outcome = self._checked(window)
+        if self._scaled:
+            # A finite norm means that the scaler found no inf either; update() lowers the scale where it did.
+            if outcome.stepped:
+                self.scaler.step(self.optimizer)
+            self.scaler.update()
+        elif outcome.stepped:
+            self.optimizer.step()
+        self.zero()
+        self.finish(outcome)
+        return outcome
+
+    def zero(self) -> None:
+        self.optimizer.zero_grad(set_to_none=not self.keep_gradients())
+
+    @property
+    def _scaled(self) -> bool:
+        """A scaler that meets no gradient at all has checked nothing, and refuses to step."""
+        return self.scaler is not None and self.scaler.is_enabled() and bool(self.gradients())
+
+    def _rescale(self, window: Window) -> None:
+        for group, factor in window.factors().items():
+            members = self.parameters() if group == ALL else self._groups[group]
+            scale_([p.grad for p in members if p.grad is not None], factor)
+
+
+def average_over_ranks(parameters: list[nn.Parameter], takes_part: bool = True) -> bool:
+    """One all-reduce of all gradients: the mean over ranks, as DistributedDataParallel would give.
+
+    A parameter that a rank did not reach in its window adds zeros there; one that no rank reached keeps no gradient.
+
+    Args:
+        parameters: the same on every rank.
+        takes_part: whether this rank has a micro-batch; one that has run out of them adds zeros to the others'.
+
+    Returns:
+        Whether any rank takes part.
+
+    Raises:
+        AccelError: another rank has left the run, or a gradient is sparse.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return takes_part
+    trainable = [p for p in parameters if p.requires_grad]
+    if any(p.grad is not None and p.grad.is_sparse for p in trainable):
+        raise AccelError("a sparse gradient (Embedding with sparse=True): not over several ranks; use sparse=False")
+    reached = torch.tensor([*(p.grad is not None for p in trainable), takes_part])
+    pieces = [_real(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in trainable]
+    flat = torch.cat([*pieces, reached.to(pieces[0])])
+    over_ranks(flat)
+    *means, ranks = (flat / dist.get_world_size()).split([*(p.numel() for p in pieces), len(reached)])
+    anywhere = reached.tolist() if bool(reached.all()) else (ranks > 0).tolist()
+    for parameter, mean, found in zip(trainable, means, anywhere, strict=False):
+        if found:
+            if parameter.grad is None:
+                parameter.grad = torch.empty_like(parameter)
+            real = _real(parameter.grad)
+            real.copy_(mean.view_as(real))
+    return bool(anywhere[-1])
+
+
+def _real(tensor: Tensor) -> Tensor:
+    """A complex tensor as the pairs of numbers that it is."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor

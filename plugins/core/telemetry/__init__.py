@@ -1,0 +1,1 @@
+"""What happened: counts, step metrics, the report and its page."""

@@ -1,0 +1,121 @@
+"""What is told of a run: to its user in lines, each once, and in its report."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import nn
+
+from plugins.config import AccelConfig
+from plugins.core.step.batchnorm import SMALL_MICRO_BATCH, Statistics
+from plugins.core.step.update import Outcome
+from plugins.core.system import devices
+from plugins.core.system.memory import Peaks, in_use_gib
+from plugins.core.telemetry.report import Report
+from plugins.core.telemetry.step_metrics import StepMetrics
+
+WITHOUT_GRADIENT_SHOWN = 20
+SKIPS_SHOWN = 5
+SKIPS_IN_A_ROW = 20  # fp16's scaler may skip some ten at the start, until it has found its scale
+COUNTS = ("micro_batches", "updates", "partial_windows", "skipped_updates", "dropped_micro_batches")
+
+
+class Recorder:
+    """Fills the report while a run goes on. `say` shows a line to the user."""
+
+    def __init__(self, config: AccelConfig, host: str, say: Callable[[str], None]) -> None:
+        self.config, self.say = config, say
+        self.report = Report(host, config.dump())
+        self.metrics = StepMetrics()
+
+    def warn(self, text: str) -> None:
+        if text not in self.report.warnings:
+            self.report.warnings.append(text)
+            self.say(f"accel: {text}")
+
+    def approximate(self, term: str) -> None:
+        """This part of the loss is not that of the big batch."""
+        facts = self.report.window
+        if term not in facts.approximate_terms:
+            facts.approximate_terms.append(term)
+            facts.exact = False
+
+    # -- at the start ---------------------------------------------------------------------------------------------
+
+    def begin(
+        self, device: torch.device, peaks: Peaks, statistics: Statistics, clip_norm: float | None, exact: bool
+    ) -> None:
+        report = self.report
+        report.device = devices.name(device)
+        report.memory.kind = peaks.kind
+        report.window.exact = exact and not report.window.approximate_terms
+        report.gradients.clip_norm = clip_norm
+        report.batchnorm.layers = len(statistics.layers)
+        report.batchnorm.rule = self.config.batchnorm
+        micro_batch = report.window.micro_batch
+        if statistics.layers and 0 < micro_batch < SMALL_MICRO_BATCH and self.config.batchnorm != "freeze":
+            report.batchnorm.micro_batch_too_small = True
+            self.warn(
+                f"BatchNorm sees micro-batches of {micro_batch} (under {SMALL_MICRO_BATCH}): accumulation cannot make "
+                "its statistics those of the big batch; batchnorm=freeze avoids it when fine-tuning"
+            )
+
+    def sizes(self, micro_batches: int, micro_batch: int) -> None:
+        """An update's micro-batches, and the samples of one."""
+        facts = self.report.window
+        facts.accumulate, facts.micro_batch = micro_batches, micro_batch
+        facts.effective_batch = micro_batches * micro_batch
+
+    # -- while it runs --------------------------------------------------------------------------------------------
+
+    @property
+    def updates(self) -> int:
+        """Windows that were closed, skipped updates included: the index of the next update."""
+        return self.report.window.updates + self.report.window.skipped_updates
+
+    def gradients(self, model: nn.Module) -> None:
+        """Before the first update: which parameters got none."""
+        if self.metrics.series.seconds:
+            return
+        names = [n for n, p in model.named_parameters() if p.requires_grad and p.grad is None]
+        self.report.gradients.without_gradient = names
+        if names:
+            shown = ", ".join(names[:WITHOUT_GRADIENT_SHOWN]) + (" ..." if len(names) > WITHOUT_GRADIENT_SHOWN else "")
+            self.warn(f"{len(names)} trainable parameters got no gradient in the first update: {shown}")
+
+    def closed(self, outcome: Outcome, device: torch.device) -> None:
+        """A window is over."""
+        facts = self.report.window
+        if outcome.stepped:
+            facts.updates += 1
+        else:
+            facts.skipped_updates += 1
+            if facts.skipped_updates <= SKIPS_SHOWN:
+                last = "; further ones are only counted" if facts.skipped_updates == SKIPS_SHOWN else ""
+                self.warn(
+                    f"update {self.updates - 1}: the gradient norm is {outcome.norm}; the update was skipped{last}"
+                )
+        facts.partial_windows += outcome.partial
+        self.metrics.closed(outcome, in_use_gib(device))
+        if not outcome.stepped and self.metrics.none_finite(SKIPS_IN_A_ROW):
+            self.warn(
+                f"{SKIPS_IN_A_ROW} updates in a row were skipped: every gradient was not finite; lower the learning "
+                "rate, or see the gradient norms in the report"
+            )
+
+    def state_dict(self) -> dict[str, int]:
+        """What was counted so far, for a checkpoint; a resumed run goes on from it."""
+        return {name: int(getattr(self.report.window, name)) for name in COUNTS}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        for name in COUNTS:
+            setattr(self.report.window, name, state[name])
+
+    # -- at the end -----------------------------------------------------------------------------------------------
+
+    def sum_up(self) -> None:
+        report = self.report
+        self.metrics.sum_up(report.speed, report.shapes, report.gradients)
+        if advice := self.metrics.advice():
+            self.warn(advice)

@@ -1,0 +1,118 @@
+"""What a hand-written loop does between its micro-batches: validate, ship weights, save, resume, end."""
+
+from __future__ import annotations
+
+import copy
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import Self
+
+from plugins.core import checkpoint
+from plugins.core.checkpoint import loop_checkpoint
+from plugins.core.session import Session
+from plugins.core.step.ema import EMA
+from plugins.core.step.update import Outcome
+from plugins.loop.micro_batches import LoopStep
+from plugins.loop.tuning import LoopTuning
+
+
+class LoopRun(ABC):
+    """The part of `plugins.loop.Accelerated` that trains nothing; that class builds every attribute.
+
+    Attributes:
+        model: as the user gave it; `_bare` is the module inside, whose names the files have.
+        accumulate: micro-batches an update.
+        session: the run.
+        average: the moving average of the weights, or None.
+        scheduler: stepped once an update, or None.
+    """
+
+    model: nn.Module
+    accumulate: int
+    session: Session
+    average: EMA | None
+    scheduler: Any
+    _bare: nn.Module
+    _step: LoopStep
+    _tuning: LoopTuning
+    _validating: bool
+
+    @abstractmethod
+    def flush(self) -> Outcome | None:
+        """Closes a window that is not full."""
+
+    # -- validation ----------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def validation(self) -> Iterator[nn.Module]:
+        """The model in eval mode, with the averaged weights where there is an EMA; all is put back after it."""
+        training, self._validating = self.model.training, True
+        swapped = self.average.swapped() if self.average is not None else nullcontext()
+        try:
+            with self.session.validation(), swapped, torch.no_grad():
+                self.model.eval()
+                yield self.model
+        finally:
+            self._validating = False
+            self.train(training)
+
+    def train(self, mode: bool = True) -> None:
+        """Training mode; BatchNorm layers that the settings freeze stay in eval mode."""
+        self.model.train(mode)
+        self.session.statistics.apply(self.accumulate)
+
+    def weights(self) -> dict[str, Tensor]:
+        """What to ship: the averaged weights where there is an EMA, else the live ones; the model's own names."""
+        with self.average.swapped() if self.average is not None else nullcontext():
+            found = checkpoint.own_state(self._bare)
+            return {n: v.detach().clone() if isinstance(v, Tensor) else copy.deepcopy(v) for n, v in found.items()}
+
+    # -- save and resume -----------------------------------------------------------------------------------------
+
+    def save(self, path: str | Path, **extra: Any) -> Path:
+        """Writes everything that a bit-for-bit resume needs, atomically; `extra` holds plain values and tensors.
+
+        The weights lie under "model" with the model's own names; the file loads with `weights_only=True`.
+
+        Raises:
+            AccelError: something in `extra` that could not be loaded in this way.
+        """
+        loop_checkpoint.check_plain(extra)
+        live = self.average.unswapped() if self.average is not None else nullcontext()  # also inside `validation`
+        with live, self._step.gradients_inside():
+            opened = {"tuned": True} if self._tuning.opened else {}
+            loop_checkpoint.save(Path(path), self.session, self.scheduler, extra=extra, **opened)
+        return Path(path)
+
+    def resume(self, path: str | Path) -> dict[str, Any]:
+        """Goes on where `save` stopped, random state included; returns `extra`.
+
+        Raises:
+            AccelError: a missing, damaged or foreign file, or one of another model; nothing is changed then.
+        """
+        state = loop_checkpoint.belonging(Path(path), self.session, self.scheduler)
+        if state.get("tuned"):
+            self._tuning.measure()
+        self._step.load(state)
+        self._tuning.resume()
+        checkpoint.set_random_state(state["random"])
+        return dict(state["extra"])
+
+    def end(self, folder: str | Path | None = None) -> Path | None:
+        """Takes everything off the model and writes accel_report.* into `folder`; safe to call twice."""
+        return self.session.end(Path(folder) if folder is not None else None)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if kind is None:
+            self.flush()
+        self.end()
