@@ -23,9 +23,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-
-class UnsupportedRun(ValueError):
-    """A host's own setting or state that the plug refuses; the message is one line that names it."""
+from integrations.refusal import UnsupportedRun as UnsupportedRun
 
 
 def micro_batches(effective_batch: int, step: int, what: str) -> int:

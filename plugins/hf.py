@@ -6,31 +6,24 @@ Composes the core's session with the adapter of the host; holds no host internal
 from __future__ import annotations
 
 import logging
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 from torch import nn
 from transformers import TrainerCallback
 
-from integrations.contract import UnsupportedRun
 from integrations.huggingface.adapter import Adapter
 from integrations.huggingface.holding import adding_trainer, find_trainer
 from plugins.config import AccelConfig
-from plugins.core.autotune.plan_file import PlanError, read_switches
+from plugins.core.autotune.plan_file import check_plan_file
 from plugins.core.checkpoint.rng_state import seed_everything
-from plugins.core.compile.compiled_module import CompileRefused
 from plugins.core.session import Session
 from plugins.core.step.batchnorm import reestimate
 from plugins.core.step.ema import EMA
-from plugins.core.step.precision import Unsupported
 from plugins.core.telemetry.report import versions
-from plugins.errors import AccelError
+from plugins.errors import AccelError, refusals_as_errors
 
 logger = logging.getLogger("plugins")
-
-REFUSALS = (UnsupportedRun, CompileRefused, PlanError, Unsupported)
-"""What the core and the adapter refuse, in one line each."""
 
 
 class AccelCallback(TrainerCallback):
@@ -79,10 +72,8 @@ class AccelCallback(TrainerCallback):
         # added as an instance after the trainer was built: no event came before this one
         self.attach(find_trainer())
         assert self.adapter is not None
-        try:
+        with refusals_as_errors():
             self.adapter.begin()
-        except REFUSALS as error:
-            raise AccelError(str(error)) from None
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.adapter is not None:
@@ -117,17 +108,15 @@ class AccelCallback(TrainerCallback):
         if self.adapter is not None and self.adapter.trainer is trainer:
             return
         self.detach()
-        _check_plan(self.config)
+        check_plan_file(self.config)
         tools = SimpleNamespace(
             config=self.config,
             average=self._average,
             reestimate=reestimate,
             seed=seed_everything,
         )
-        try:
+        with refusals_as_errors():
             self.adapter = Adapter(trainer, self, self._new_session, tools)
-        except REFUSALS as error:
-            raise AccelError(str(error)) from None
 
     def _new_session(self) -> Session:
         self.session = Session(self.config, "huggingface", logger.warning)
@@ -136,12 +125,3 @@ class AccelCallback(TrainerCallback):
 
     def _average(self, model: nn.Module) -> EMA | None:
         return None if isinstance(self.config.ema, str) else EMA(model, self.config.ema)
-
-
-def _check_plan(config: AccelConfig) -> None:
-    """A plan file that cannot be read is refused before the run begins."""
-    if isinstance(config.plan, Path):
-        try:
-            read_switches(config.plan)
-        except PlanError as error:
-            raise AccelError(str(error)) from None

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from plugins.config import AccelConfig
-from plugins.errors import AccelError
+from plugins.errors import AccelError, refusals_as_errors
 
 HOST = "ultralytics"
 HOST_BATCH = 16  # of a command that gives none
@@ -28,13 +28,9 @@ def start(trainer: Any, options: Mapping[str, Any] | None = None) -> None:
     """`on_pretrain_routine_end`: take hold of the trainer. Fires on every rank, in worker processes too."""
     if getattr(trainer, "accel", None) is not None:
         return
-    from integrations.contract import UnsupportedRun
     from integrations.ultralytics.adapter import Adapter
     from integrations.ultralytics.checkpointing import find_state
-    from plugins.core.autotune.plan_file import PlanError
-    from plugins.core.compile.compiled_module import CompileRefused
     from plugins.core.session import Session
-    from plugins.core.step import precision
     from plugins.core.telemetry.report import versions
 
     damaged = ""
@@ -58,12 +54,10 @@ def start(trainer: Any, options: Mapping[str, Any] | None = None) -> None:
     check(config, {})
     try:
         adapter = Adapter(trainer, session)
-        with adapter.released_on_error():
+        with refusals_as_errors(), adapter.released_on_error():
             adapter.hold(state)
-    except BaseException as error:
+    except BaseException:
         session.end()
-        if isinstance(error, (UnsupportedRun, CompileRefused, precision.Unsupported, PlanError)):
-            raise AccelError(str(error)) from None
         raise
     trainer.accel = adapter
     facts = session.report.window
@@ -138,7 +132,9 @@ def check(config: AccelConfig, host_args: Mapping[str, Any]) -> None:
     if host_args.get("distill_model"):
         raise AccelError("distill_model: not served by plugins.yolo; leave out callbacks=plugins.yolo")
     if isinstance(config.plan, Path):
-        _check_plan(config.plan)
+        from plugins.core.autotune.plan_file import check_plan_file  # late: imports torch
+
+        check_plan_file(config)
     if config.precision == "fp16" and str(host_args.get("device", "")) in ("", "cpu"):
         _check_fp16(str(host_args.get("device", "")))
     batch = host_args.get("batch")
@@ -152,15 +148,6 @@ def check(config: AccelConfig, host_args: Mapping[str, Any]) -> None:
             f"effective_batch={config.effective_batch}: not a multiple of batch={batch}; "
             f"allowed are {batch}, {2 * batch}, ..."
         )
-
-
-def _check_plan(path: Path) -> None:
-    from plugins.core.autotune.plan_file import PlanError, read_switches
-
-    try:
-        read_switches(path)
-    except PlanError as error:
-        raise AccelError(str(error)) from None
 
 
 def _check_fp16(device: str) -> None:

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from integrations.easyocr import optimizer
 from integrations.easyocr.checkpointing import Result, Standing
-from integrations.easyocr.errors import EasyOCRError
 from integrations.easyocr.labels import ctc_loss
 from integrations.easyocr.network import read
 from integrations.easyocr.prepare import Prepared
@@ -124,8 +123,6 @@ class Run:
                 self.at.draw(None if stopped == "interrupted" else self.accel.device)
         except NonFiniteGradient as error:
             raise AccelError(f"nonfinite=stop: {error}; the last save is untouched") from None
-        except EasyOCRError as error:
-            raise AccelError(str(error)) from None
         except OSError as error:  # a full disk, a folder in a file's place: what was saved before is untouched
             if not error.filename:
                 raise

@@ -34,19 +34,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from integrations.contract import UnsupportedRun, micro_batches
+from integrations.contract import micro_batches
 from integrations.precision_layout import LoopLayout
 from plugins.config import AccelConfig
 from plugins.core import checkpoint
-from plugins.core.autotune.plan_file import PlanError, Start
-from plugins.core.compile.compiled_module import CompileRefused
+from plugins.core.autotune.plan_file import Start
 from plugins.core.session import Session
-from plugins.core.step import precision
 from plugins.core.step.ema import EMA
 from plugins.core.step.update import Outcome
 from plugins.core.system.distributed import same_start
 from plugins.core.telemetry.report import versions
-from plugins.errors import AccelError
+from plugins.errors import AccelError, refusals_as_errors
 from plugins.loop import nested
 from plugins.loop.checks import bare_module, check_model, check_optimizer, check_schedule
 from plugins.loop.micro_batches import LoopStep
@@ -118,27 +116,24 @@ class Accelerated(LoopRun):
         chosen = self.config if measured or from_file else by_rule(self.config, self._bare, self.device)
         self.session = Session(chosen, host, say)
         self.layout = LoopLayout(self._bare, self.device)
-        try:
-            self.layout.apply(*self.session.start_plan(self.device))
-            if self.world > 1:
-                same_start(self._bare)
-            wanted = self.config.ema not in ("host", "off")
-            self.average = EMA(self._bare, float(self.config.ema), wide=True) if wanted else None
-            self.session.model_ready(
-                self._bare,
-                optimizer,
-                device=self.device,
-                micro_batch=micro_batch or 0,
-                size=self.accumulate,
-                clip_norm=host_clip_norm,
-                scaler=torch.amp.GradScaler(self.device.type) if Start.of(chosen, self.device).in_fp16 else None,
-                average=self.average,
-                dims=dims,
-                takes=lambda args: not self._validating or self.config.validate_ == "compiled",
-                sync=self.world > 1,
-            )
-        except (CompileRefused, PlanError, precision.Unsupported) as error:
-            raise AccelError(str(error)) from None
+        self.layout.apply(*self.session.start_plan(self.device))
+        if self.world > 1:
+            same_start(self._bare)
+        wanted = self.config.ema not in ("host", "off")
+        self.average = EMA(self._bare, float(self.config.ema), wide=True) if wanted else None
+        self.session.model_ready(
+            self._bare,
+            optimizer,
+            device=self.device,
+            micro_batch=micro_batch or 0,
+            size=self.accumulate,
+            clip_norm=host_clip_norm,
+            scaler=torch.amp.GradScaler(self.device.type) if Start.of(chosen, self.device).in_fp16 else None,
+            average=self.average,
+            dims=dims,
+            takes=lambda args: not self._validating or self.config.validate_ == "compiled",
+            sync=self.world > 1,
+        )
         self._step = LoopStep(self.session, self.scheduler, self.world)
         self._tuning = LoopTuning(self.config, self.session, self.layout, Replay(self._bare, self.place), measured)
         if self.world > 1:
@@ -301,10 +296,8 @@ class Accelerated(LoopRun):
             return 1 if self.config.accumulate == "host" else int(self.config.accumulate)
         if micro_batch is None:
             raise AccelError(f"effective_batch={wanted}: needs micro_batch, the samples that each backward sees")
-        try:
+        with refusals_as_errors():
             return micro_batches(wanted, micro_batch * self.world, "micro_batch x processes")
-        except UnsupportedRun as error:
-            raise AccelError(str(error)) from None
 
     def _describe(self) -> None:
         report = self.session.report

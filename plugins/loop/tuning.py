@@ -144,10 +144,7 @@ def by_rule(config: AccelConfig, model: nn.Module, device: torch.device) -> Acce
     Raises:
         AccelError: a precision that the device cannot train in.
     """
-    try:
-        dtype = precision.resolve(config.precision, device)
-    except precision.Unsupported as error:
-        raise AccelError(str(error)) from None
+    dtype = precision.resolve(config.precision, device)
     convolutions = any(isinstance(module, nn.Conv2d) for module in model.modules())
     layout = "channels_last" if config.memory_format != "host" and convolutions else "host"
     return config.model_copy(update={"precision": dtype, "memory_format": layout})

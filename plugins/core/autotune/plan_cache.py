@@ -29,6 +29,7 @@ from plugins.core.checkpoint.atomic_file import write_atomically
 from plugins.core.plan import Plan
 from plugins.core.step.precision import bf16_is_fast
 from plugins.core.system import devices
+from plugins.errors import AccelError
 
 SCHEMA = 2
 LONGEST = 1e6  # s: of a step, or a compile; more is damage
@@ -79,7 +80,7 @@ def fingerprint(model: nn.Module, shape: tuple[int, ...], device: torch.device, 
     return hashlib.sha256(json.dumps(parts, default=str).encode()).hexdigest()
 
 
-class CacheError(ValueError):
+class CacheError(AccelError):
     """A folder or a pack that is none of ours; the message is one line that names it."""
 
 

@@ -17,11 +17,12 @@ from plugins.core.autotune.json_record import AnyPlan, Record
 from plugins.core.checkpoint.atomic_file import write_atomically
 from plugins.core.plan import Plan
 from plugins.core.step.precision import Unsupported, resolve
+from plugins.errors import AccelError
 
 PLAN_NAME = "accel_plan.json"
 
 
-class PlanError(ValueError):
+class PlanError(AccelError):
     """A plan file that is none; the message is one line that names it."""
 
 
@@ -98,6 +99,19 @@ def _agrees(switch: Switch, config: AccelConfig) -> None:
                 f"plan={config.plan}: says {name}={said} from update {switch.update} on, which contradicts "
                 f"{name}={fixed}: leave one of them out"
             )
+
+
+def check_plan_file(config: AccelConfig) -> None:
+    """Refuse a plan file that cannot be read, before a run begins or writes.
+
+    Args:
+        config: its `plan` may name a file.
+
+    Raises:
+        PlanError
+    """
+    if isinstance(config.plan, Path):
+        read_switches(config.plan)
 
 
 def read_switches(path: Path) -> list[Switch]:

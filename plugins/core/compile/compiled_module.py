@@ -26,6 +26,7 @@ from plugins.core.compile.decision import CompileOutcome, CompileResult
 from plugins.core.compile.dynamic_shapes import Marker
 from plugins.core.step.batchnorm import Statistics
 from plugins.core.system import devices, versions
+from plugins.errors import AccelError
 
 TRUSTED_CPU = "cpp.vec_isa_ok"
 ADVICE = ("Set TORCH", "For even more developer context", "You can suppress")
@@ -34,7 +35,7 @@ CUDA_GRAPH_MODES = ("reduce-overhead", "max-autotune")
 PASSING = (OSError, MemoryError, torch.OutOfMemoryError, CppCompileError, BrokenExecutor)  # errors that may be mended
 
 
-class CompileRefused(ValueError):
+class CompileRefused(AccelError):
     """Compile was asked where it cannot be right; the message is the reason."""
 
 
