@@ -26,22 +26,6 @@ from torch import Tensor, nn
 from integrations.refusal import UnsupportedRun as UnsupportedRun
 
 
-def micro_batches(effective_batch: int, step: int, what: str) -> int:
-    """Of one update, where `what` makes the `step` samples of one.
-
-    Raises:
-        UnsupportedRun: the effective batch is not a whole number of them.
-    """
-    if effective_batch % step:
-        below = effective_batch // step * step
-        near = f"{below} or {below + step}" if below else str(step)
-        raise UnsupportedRun(
-            f"effective_batch={effective_batch}: not a multiple of the {step} samples of one step "
-            f"({what}); allowed near it: {near}"
-        )
-    return effective_batch // step
-
-
 class Outcome(Protocol):
     """What one closed window came to."""
 

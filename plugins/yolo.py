@@ -138,16 +138,11 @@ def check(config: AccelConfig, host_args: Mapping[str, Any]) -> None:
     if config.precision == "fp16" and str(host_args.get("device", "")) in ("", "cpu"):
         _check_fp16(str(host_args.get("device", "")))
     batch = host_args.get("batch")
-    if (
-        config.effective_batch != "host"
-        and isinstance(batch, int)
-        and batch > 0
-        and int(config.effective_batch) % batch
-    ):
-        raise AccelError(
-            f"effective_batch={config.effective_batch}: not a multiple of batch={batch}; "
-            f"allowed are {batch}, {2 * batch}, ..."
-        )
+    if config.effective_batch != "host" and isinstance(batch, int) and batch > 0:
+        from integrations.ultralytics.schedule import window_size
+
+        with refusals_as_errors():
+            window_size(config, batch)
 
 
 def _check_fp16(device: str) -> None:

@@ -60,8 +60,7 @@ class Adapter:
         trainer, config = self.trainer, self.session.config
         supported.check_trainer(trainer)
         rounded = state is not None or schedule.chosen_by_host(trainer)
-        window_size = schedule.window_size_rounded if rounded else schedule.window_size
-        self.size = window_size(config, trainer.batch_size)
+        self.size = schedule.window_size(config, trainer.batch_size, rounded)
         host_accumulate = trainer.accumulate
         schedule.scale_learning_rate(trainer, config.lr_scale, (self.size or host_accumulate) / host_accumulate)
         if config.seed != "host":
@@ -264,7 +263,7 @@ class Adapter:
         """Built again after the host halved its batch for lack of memory: windows start anew at the new size."""
         self._build()
         self.session.drop()
-        self._resize(schedule.window_size_rounded(self.session.config, self.trainer.batch_size))
+        self._resize(schedule.window_size(self.session.config, self.trainer.batch_size, rounded=True))
 
     def _resize(self, size: int | None) -> None:
         self.size = size

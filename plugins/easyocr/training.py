@@ -18,9 +18,9 @@ from integrations.easyocr.prepare import Prepared
 from integrations.easyocr.scoring import score
 from integrations.easyocr.stream import MicroBatch, loader
 from integrations.easyocr.tensorboard_log import Board, Pace, Row
+from integrations.shared.bucketing import choose_edges
 from plugins.config import AccelConfig
 from plugins.core.checkpoint.atomic_file import sweep, write_atomically
-from plugins.core.compile.dynamic_shapes import choose_edges
 from plugins.core.step.update import NonFiniteGradient
 from plugins.core.system import devices
 from plugins.core.system.distributed import any_rank, from_first

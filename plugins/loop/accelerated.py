@@ -34,8 +34,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from integrations.contract import micro_batches
 from integrations.precision_layout import LoopLayout
+from integrations.shared.batch_size import micro_batches_per_update
 from plugins.config import AccelConfig
 from plugins.core import checkpoint
 from plugins.core.autotune.plan_file import Start
@@ -292,12 +292,12 @@ class Accelerated(LoopRun):
 
     def _micro_batches_an_update(self, micro_batch: int | None) -> int:
         wanted = self.config.effective_batch
-        if wanted == "host":
-            return 1 if self.config.accumulate == "host" else int(self.config.accumulate)
-        if micro_batch is None:
+        if wanted != "host" and micro_batch is None:
             raise AccelError(f"effective_batch={wanted}: needs micro_batch, the samples that each backward sees")
+        step = (micro_batch or 1) * self.world
+        named = f"the {step} samples of one step (micro_batch x processes)"
         with refusals_as_errors():
-            return micro_batches(wanted, micro_batch * self.world, "micro_batch x processes")
+            return micro_batches_per_update(self.config, step, host=1, named=named)
 
     def _describe(self) -> None:
         report = self.session.report

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from integrations.shared.learning_rate import rate_factor
 from plugins.config import AccelConfig
 from plugins.core.autotune.plan_file import Start
 from plugins.core.session import Session
@@ -131,11 +132,10 @@ def may_measure(config: AccelConfig) -> bool:
 
 def scale_rate(config: AccelConfig, optimizer: torch.optim.Optimizer, accumulate: int) -> None:
     """The learning rate for `accumulate` times as many samples an update, as `lr_scale` says."""
-    if config.lr_scale == "off":
-        return
-    factor = accumulate if config.lr_scale == "linear" else math.sqrt(accumulate)
-    for group in optimizer.param_groups:
-        group["lr"] *= factor
+    factor = rate_factor(config.lr_scale, accumulate)
+    if factor != 1.0:
+        for group in optimizer.param_groups:
+            group["lr"] *= factor
 
 
 def by_rule(config: AccelConfig, model: nn.Module, device: torch.device) -> AccelConfig:

@@ -70,58 +70,6 @@ class Seen:
         return self.padding / self.elements if self.elements else None
 
 
-def edge_for(length: int, edges: Iterable[int]) -> int:
-    """The smallest edge that holds `length` (px or tokens); the largest where none does."""
-    ordered = sorted(edges)
-    return next((edge for edge in ordered if edge >= length), ordered[-1])
-
-
-def choose_edges(lengths: Iterable[int], most: int = 8, multiple: int = 1) -> list[int]:
-    """Edges that bound both shapes (at most `most`) and padding, for these lengths (px or tokens).
-
-    Exact: dynamic programming over the distinct (rounded) lengths, minimising the total padding; O(most * n^2) for n
-    distinct lengths, which are thinned to 256 quantiles first.
-    """
-    rounded = sorted(-(-int(n) // multiple) * multiple for n in lengths)
-    if not rounded:
-        return []
-    count = Counter(rounded)
-    values = sorted(count)
-    if len(values) > 256:
-        keep = {rounded[i * (len(rounded) - 1) // 255] for i in range(256)} | {rounded[-1]}
-        merged: Counter[int] = Counter()
-        for value in values:
-            merged[edge_for(value, keep)] += count[value]
-        count, values = merged, sorted(merged)
-    n = len(values)
-    # cost[i][j]: padding when lengths values[i..j] all pad to values[j]; through running sums.
-    items, mass = [0], [0]
-    for value in values:
-        items.append(items[-1] + count[value])
-        mass.append(mass[-1] + count[value] * value)
-
-    def cost(i: int, j: int) -> int:
-        return values[j] * (items[j + 1] - items[i]) - (mass[j + 1] - mass[i])
-
-    best = [cost(0, j) for j in range(n)]
-    cuts: list[list[int]] = []
-    for _ in range(1, min(most, n)):
-        step, cut = list(best), [-1] * n
-        for j in range(n):
-            for i in range(1, j + 1):
-                padded = best[i - 1] + cost(i, j)
-                if padded < step[j]:
-                    step[j], cut[j] = padded, i
-        cuts.append(cut)
-        best = step
-    edges, j = [values[-1]], n - 1
-    for cut in reversed(cuts):
-        if cut[j] > 0:
-            j = cut[j] - 1
-            edges.append(values[j])
-    return sorted(edges)
-
-
 def _tensors(values: Iterable[Any]) -> Iterable[Tensor]:
     for value in values:
         if isinstance(value, Tensor):
