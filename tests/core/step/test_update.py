@@ -19,7 +19,7 @@ from tests import reference
 from tests.core import ranks
 from tests.core.tiny import FORMS, Batch, Mlp, batches, feed, joined, mlp, same, session_of, snapshot
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 BOUND = {torch.float32: 1e-6, torch.float64: 1e-12}
 SGD = partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=1e-3)
 
