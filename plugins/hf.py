@@ -13,7 +13,7 @@ from torch import nn
 from transformers import TrainerCallback
 
 from integrations.huggingface.adapter import Adapter
-from integrations.huggingface.holding import adding_trainer, find_trainer
+from integrations.huggingface.frames import adding_trainer, find_trainer
 from plugins.config import AccelConfig
 from plugins.core.autotune.plan_file import check_plan_file
 from plugins.core.checkpoint.rng_state import seed_everything

@@ -19,14 +19,15 @@ import torch
 
 from integrations.contract import UnsupportedRun
 from integrations.huggingface import arguments, evaluation, versions
+from integrations.huggingface.checkpointing import Saving
 from integrations.huggingface.data import Loaders
-from integrations.huggingface.holding import Held, caller_local, of_host
+from integrations.huggingface.frames import caller_local
 from integrations.huggingface.lengths import length_key
 from integrations.huggingface.loss_scaling import Losses
 from integrations.huggingface.padding import covers_unequal_padding
+from integrations.huggingface.patches import Held, of_host
 from integrations.huggingface.precision_layout import Layout
-from integrations.huggingface.saving import Saving
-from integrations.huggingface.starting import Starting
+from integrations.huggingface.run_start import Starting
 from integrations.huggingface.windows import Windows
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from integrations.contract import UnsupportedRun
-from integrations.huggingface.holding import Held
 from integrations.huggingface.lengths import most_positions
+from integrations.huggingface.patches import Held
 from integrations.shared.batch_size import micro_batches_per_update
 from integrations.shared.learning_rate import rate_factor
 

@@ -14,7 +14,7 @@ from integrations.huggingface import versions
 from integrations.huggingface.bucket_sampler import BucketBatchSampler, loader_options
 from integrations.huggingface.bucketing import expected_tokens, find_edges, padded_tokens, with_overflow
 from integrations.huggingface.collator import BucketCollator, BucketedStream, PlacedDataset
-from integrations.huggingface.forked import in_a_copy
+from integrations.huggingface.forked_process import in_a_copy
 from integrations.huggingface.lengths import (
     Form,
     Survey,
@@ -23,7 +23,7 @@ from integrations.huggingface.lengths import (
     room,
 )
 from integrations.huggingface.padding import covers_padding, look_at, takes_mask, unknown
-from integrations.huggingface.streams import PATIENCE, FirstSamples, can_be_read_anew, tokens, usable
+from integrations.huggingface.stream_bucketing import PATIENCE, FirstSamples, can_be_read_anew, tokens, usable
 
 WORTH = 0.95
 """buckets=auto: only where they leave at most this part of the tokens that shuffled batches would cost."""

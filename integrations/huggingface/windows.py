@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from integrations.huggingface import counting
+from integrations.huggingface.loss_rules import counting
 from integrations.huggingface.loss_scaling import Losses
 from integrations.huggingface.precision_layout import Layout
 

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from integrations.huggingface.counting import IGNORED, Counting
-from integrations.huggingface.following import Followed, Trace, bare, plain
+from integrations.huggingface.loss_rules.counting import IGNORED, Counting
+from integrations.huggingface.loss_rules.followed_count import Followed, Trace, bare, plain
 
 CHUNK = 1 << 24
 """Elements of logits that are looked at together: a vocabulary's logits are not copied as a whole."""

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from integrations.huggingface import arguments, checkpointing
-from integrations.huggingface.holding import Held
+from integrations.huggingface import arguments, checkpoint_folders
+from integrations.huggingface.patches import Held
 
 
 class Starting:
@@ -39,10 +39,10 @@ class Starting:
         trainer = self.trainer
         run = Path(trainer.args.output_dir)
         if trainer.args.should_save and run.is_dir():
-            checkpointing.sweep(run)
+            checkpoint_folders.sweep(run)
         trainer.accelerator.wait_for_everyone()
         if resume_from_checkpoint is True:
-            found, passed = checkpointing.newest_complete(run) if run.is_dir() else (None, [])
+            found, passed = checkpoint_folders.newest_complete(run) if run.is_dir() else (None, [])
             for line in passed:
                 self.say(f"resume_from_checkpoint=True: {line}; an older one is taken")
             resume_from_checkpoint = str(found) if found else True  # the host says that there is none

@@ -9,7 +9,7 @@ from typing import Any
 
 from integrations.huggingface.bucketing import find_edges
 from integrations.huggingface.collator import BucketCollator
-from integrations.huggingface.forked import in_a_copy
+from integrations.huggingface.forked_process import in_a_copy
 from integrations.huggingface.lengths import length_of, own_labels, survey
 from integrations.huggingface.padding import own_length, telling_batches
 

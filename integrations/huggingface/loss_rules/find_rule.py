@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from integrations.huggingface import counting
-from integrations.huggingface.counting import Counting
-from integrations.huggingface.evidence import ranks
-from integrations.huggingface.probing import HOST, LATER, TOLERANCE, fits, invisible_copy, probe
-from integrations.huggingface.scaling import own_method
+from integrations.huggingface.gradient_scaling import own_method
+from integrations.huggingface.loss_rules import counting
+from integrations.huggingface.loss_rules.counting import Counting
+from integrations.huggingface.loss_rules.evidence import ranks
+from integrations.huggingface.loss_rules.head_probe import HOST, LATER, TOLERANCE, fits, invisible_copy, probe
 from integrations.precision_layout import DTYPES
 
 
