@@ -10,13 +10,13 @@ from typing import Any
 import torch
 
 from integrations.easyocr import mistakes_picture
-from integrations.easyocr.export import Exported, Writer
 from integrations.easyocr.prepare import Prepared
-from integrations.easyocr.reader import place_detector
+from integrations.easyocr.reader import Exported, place_detector
 from integrations.easyocr.reading import Readings
 from integrations.easyocr.scoring import Score
 from integrations.easyocr.tensorboard_log import Row
 from integrations.easyocr.weights import PREFIX
+from integrations.easyocr.writer import Writer
 
 LOST_SHOWN = 20
 STEPS = ("optim", "lr", "beta1", "rho", "eps")  # which a resumed run takes from its file

@@ -15,15 +15,17 @@ from integrations.easyocr.bucketing import WidthBatches
 from integrations.easyocr.charset import characters_of, check_languages, languages_told
 from integrations.easyocr.data import LineSet, Skipped, keep_trainable, read_any
 from integrations.easyocr.errors import EasyOCRError
-from integrations.easyocr.export import Exported, Writer, check_name, write
+from integrations.easyocr.export import check_name, write
 from integrations.easyocr.labels import converter
 from integrations.easyocr.network import build, frozen_parts
 from integrations.easyocr.preprocess import Preprocess
+from integrations.easyocr.reader import Exported
 from integrations.easyocr.reading import Readings, read_lines
 from integrations.easyocr.settings import Settings, home
 from integrations.easyocr.stream import Lines
 from integrations.easyocr.text import Spelling, right_to_left, suspicious
 from integrations.easyocr.weights import PREFIX, take_over
+from integrations.easyocr.writer import Writer
 
 
 @dataclass

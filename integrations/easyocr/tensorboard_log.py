@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from integrations.easyocr.export import Writer
+from integrations.easyocr.writer import Writer
 
 SAMPLES_SHOWN = 8
 

@@ -11,15 +11,15 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from integrations.contract import UnsupportedRun
 from integrations.huggingface import arguments, evaluation, versions
 from integrations.huggingface.checkpointing import Saving
+from integrations.huggingface.compiling import Generation, without_cache
 from integrations.huggingface.data import Loaders
 from integrations.huggingface.frames import caller_local
 from integrations.huggingface.lengths import length_key
@@ -59,7 +59,7 @@ class Adapter:
         self.loaders = Loaders(trainer, self.config.buckets, self.config.recompile_budget, self._say, compiled)
         self.windows: Any = None
         self.layout: Any = None
-        self._evaluating = self._generating = False
+        self._evaluating, self._generation = False, Generation()
         self._told: list[tuple[str, str]] = []
         arguments.refuse_contradictions(trainer, self.config)
         if self._late:
@@ -113,7 +113,7 @@ class Adapter:
         patches.method("_save_checkpoint", saving.save_checkpoint)
         if versions.RUN_EPOCH.here:
             patches.method("_run_epoch", self._run_epoch)
-        patches.method("compute_loss_context_manager", self._compute_loss_context)
+        patches.method("compute_loss_context_manager", self.layout.loss_context)
 
     def _copied(self, trainer: Any) -> None:
         """A deep copy of the trainer is bare; its copy of the callback takes hold of it."""
@@ -145,7 +145,9 @@ class Adapter:
         self._install_run(saving)
         self.on_model = [Held(model)]
         if self.config.compile != "off":
-            self._prepare_for_compile(model)
+            self.on_model += without_cache(model)
+            if self.config.validate_ == "compiled":
+                self._generation.hold(self.on_model[0])
         self.layout.apply(*session.start_plan(args.device))
         session.model_ready(
             model,
@@ -176,27 +178,10 @@ class Adapter:
         self.on_model.append(Held(self.trainer.model_wrapped))
         self.on_model[-1].method("zero_grad", zero_grad)
 
-    def _prepare_for_compile(self, model: Any) -> None:
-        """A cache of keys and values is of no use in training and changes what a compiler sees."""
-        config = getattr(model, "config", None)
-        if getattr(config, "use_cache", False):
-            self.on_model.append(Held(config))
-            self.on_model[-1].value("use_cache", False)
-        if self.config.validate_ == "compiled" and hasattr(model, "generate"):
-
-            def generate(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-                before, self._generating = self._generating, True
-                try:
-                    return original(*args, **kwargs)
-                finally:
-                    self._generating = before
-
-            self.on_model[0].method("generate", generate)
-
     def _takes(self, model: Any) -> Callable[[Any], bool]:
         """Which calls are compiled: training's, and evaluation's at validate=compiled; never those of `generate`."""
         compiled = self.config.validate_ == "compiled"
-        return lambda _: not self._generating and (model.training or (self._evaluating and compiled))
+        return lambda _: not self._generation.running and (model.training or (self._evaluating and compiled))
 
     def _facts(self) -> None:
         report, loaders = self.session.report, self.loaders
@@ -255,12 +240,6 @@ class Adapter:
             self.end()
             raise
 
-    def _compute_loss_context(self, original: Callable[..., Any]) -> Any:
-        stack = ExitStack()
-        stack.enter_context(original())
-        stack.enter_context(self.layout.autocast())
-        return stack
-
     # -- losses, in training and in evaluation -------------------------------------------------------------------
 
     def _get_num_items_in_batch(self, original: Callable[..., Any], batches: list[Any], device: torch.device) -> Any:
@@ -285,7 +264,8 @@ class Adapter:
             if session is None:
                 self._install_losses(scoped)
             elif self.windows.micro_batches:
-                self._reestimate()
+                with self._averaged():
+                    evaluation.reestimate(trainer, self.tools.reestimate, self.windows.micro_batches)
             with self._averaged(), session.validation() if session is not None else nullcontext():
                 return evaluation.run(original, trainer, self.losses, self.loaders, *args, **kwargs)
         finally:
@@ -294,16 +274,6 @@ class Adapter:
 
     def _averaged(self) -> Any:
         return self.average.swapped() if self.average is not None else nullcontext()
-
-    def _reestimate(self) -> None:
-        """batchnorm=precise: running statistics over the last window's data, with the weights to be evaluated."""
-        trainer = self.trainer
-        with self._averaged():
-            self.tools.reestimate(
-                trainer.accelerator.unwrap_model(trainer.model),
-                self.windows.micro_batches,
-                lambda batch: trainer.model(**trainer._prepare_inputs(batch)),
-            )
 
     # -- words -------------------------------------------------------------------------------------------------
 
@@ -325,6 +295,3 @@ def _bare(optimizer: Any) -> Any:
     while hasattr(optimizer, "optimizer") and hasattr(optimizer, "step_was_skipped"):
         optimizer = optimizer.optimizer
     return optimizer
-
-
-__all__ = ["Adapter", "UnsupportedRun"]

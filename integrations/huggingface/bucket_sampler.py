@@ -153,3 +153,11 @@ def loader_options(args: Any, is_training: bool) -> dict[str, Any]:
         workers = args.dataloader_num_workers
         options["worker_init_fn"] = partial(seed_worker, num_workers=workers, rank=args.process_index)
     return options
+
+
+def no_second_sharding(loader: Any) -> None:
+    """The sampler gives each rank its own batches; accelerate's wrapper would share them out again."""
+    shard = getattr(loader, "batch_sampler", None)
+    if shard is not None and hasattr(shard, "num_processes"):
+        shard.num_processes, shard.process_index = 1, 0
+        shard.batch_size = None  # or it would fill a short batch up with samples that were seen
