@@ -4,6 +4,8 @@
 class Refusal(ValueError):
     """A mistake in the user's input, or a run that cannot be served. `str(error)` is one line."""
 
+    one_line = True  # so a host's command shows no traceback
+
     def __init__(self, message: str) -> None:
         super().__init__(" ".join(message.split()))
 

@@ -16,6 +16,8 @@ class AccelError(ValueError):
     `str(error)` is one line, fit to be shown without a traceback.
     """
 
+    one_line = True  # a host's command, which does not know `plugins`, then shows no traceback
+
     def __init__(self, message: str) -> None:
         super().__init__(" ".join(message.split()))
 

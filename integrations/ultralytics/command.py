@@ -34,7 +34,7 @@ Callbacks = dict[str, list[Callback]]
 def run(host: Callable[[], object], default_modules: Sequence[str] = ()) -> object:
     """Run the host's entry point on `sys.argv`, with the listed modules (and `default_modules`) plugged in.
 
-    A mistake in our arguments, or an AccelError later on, ends the process with one line and exit code 1.
+    A mistake in our arguments, or an error later on that is `one_line`, ends the process with one line, exit code 1.
     """
     try:
         command = split(sys.argv[1:], default_modules)
@@ -46,7 +46,7 @@ def run(host: Callable[[], object], default_modules: Sequence[str] = ()) -> obje
         try:
             return host()
         except ValueError as error:
-            if any(cls.__name__ == "AccelError" for cls in type(error).__mro__):
+            if getattr(error, "one_line", False):
                 _fail(error)
             raise
 
