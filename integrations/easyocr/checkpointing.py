@@ -113,6 +113,7 @@ class Standing:
             self._write("best_norm_ED.pth", weights())
 
     def export(self, weights: Mapping[str, Any]) -> None:
+        """Write the Reader's three files with these weights, and the detector beside them."""
         self.exported = self.prepared.export(dict(weights), self.writer)
         storage = [Path(self.prepared.settings.saved_model).parent] if self.prepared.settings.saved_model else []
         place_detector(self.exported, storage, self.writer)
@@ -136,6 +137,7 @@ class Standing:
             mistakes_picture.mistakes(self.readings, self.prepared.valid, folder / "mistakes.png", self.writer)
 
     def result(self, updates: int, stopped: str, report: Path | None) -> Result:
+        """What `fit` returns."""
         settings, top = self.prepared.settings, self.top
         return Result(
             self.prepared.folder,
@@ -174,8 +176,13 @@ class Standing:
         return ", ".join(f"{k}={v}" for k, v in state.get("steps", own).items() if k in own and v != own[k])
 
     def load(self, state: Mapping[str, Any], own: bool) -> None:
-        """`own`: the state is this folder's. The Reader's files are then those of its best weights; where they are
-        not there, or another run's, the next validation decides anew what is best."""
+        """Go on from a checkpoint.
+
+        Args:
+            state: what `state_dict` gave.
+            own: it is this folder's. The Reader's files are then those of its best weights; where they are not there,
+                or another run's, the next validation decides anew what is best.
+        """
         for name in ("position", "infeasible", "stale", "unreadable"):
             setattr(self, name, state[name])
         self.steps = dict(state.get("steps", self.steps))

@@ -1,6 +1,4 @@
-"""How a run of the Trainer starts: the checkpoint that it goes on from, its arguments, and its batch after running
-out of memory.
-"""
+"""How a run of the Trainer starts: its checkpoint, its arguments, and its batch after running out of memory."""
 
 from __future__ import annotations
 

@@ -36,8 +36,8 @@ def decomposed(text):
         (decomposed("ü\u200b"), "ü", "ü"),
     ],
 )
-def test_a_label_takes_the_unicode_form_of_its_set(typed, characters, findings):
-    assert spelt(typed, characters)[0] == findings
+def test_a_label_takes_the_unicode_form_of_its_set(typed, characters, learnt):
+    assert spelt(typed, characters)[0] == learnt
 
 
 def test_every_change_is_told_with_an_example():

@@ -29,6 +29,7 @@ class Marker:
         self.way = way if self.dims else "static"
 
     def mark(self, *arguments: Any, **named: Any) -> None:
+        """Mark the dimensions that vary in every tensor of a call that has them."""
         if self.way == "static":
             return
         mark = torch._dynamo.mark_dynamic if self.way == "strict" else torch._dynamo.maybe_mark_dynamic
@@ -61,12 +62,14 @@ class Seen:
         self.elements = self.padding = 0
 
     def add(self, shape: Iterable[int], padding: int = 0, elements: int = 0) -> None:
+        """Note one input: its shape, and how many of its elements are padding."""
         self.shapes[tuple(shape)] += 1
         self.padding += padding
         self.elements += elements
 
     @property
     def padding_fraction(self) -> float | None:
+        """Share of padding in all elements, 0 to 1; None where nothing was seen."""
         return self.padding / self.elements if self.elements else None
 
 
