@@ -24,10 +24,21 @@ STEPS = ("optim", "lr", "beta1", "rho", "eps")  # which a resumed run takes from
 
 @dataclass
 class Result:
-    """What a run came to. accuracy, norm_ED: 0..1, of the best weights, which `exported` holds.
+    """What a run came to.
 
-    stopped: num_iter, patience, diverged (100 updates in a row were skipped) or interrupted. unreadable: pictures that
-    could not be decoded and were left out.
+    Attributes:
+        folder: of the experiment.
+        exported: the Reader's three files, with the best weights.
+        updates: that were made, skipped ones included.
+        accuracy: share of words read right, 0 to 1, of the best weights.
+        norm_ED: mean similarity of what was read and what is written, 0 to 1, of the best weights.
+        stopped: num_iter, patience, diverged (100 updates in a row were skipped) or interrupted.
+        history: one row per validation, as in log.csv.
+        lang_list: languages that the Reader may be opened with.
+        report: accel_report.json, or None where it could not be written.
+        infeasible: times that a label needed more frames than its crop gives.
+        unreadable: pictures that could not be decoded and were left out.
+        notes: what a user of the network should know.
     """
 
     folder: Path

@@ -74,7 +74,7 @@ class Accelerated(LoopRun):
         host: name of the plug in the report.
         say: shows a line to the user.
         config: an accel.yaml, or an AccelConfig.
-        options: AccelConfig's fields.
+        **options: AccelConfig's fields.
 
     Raises:
         AccelError: an unknown option, a bad value, or a model, optimizer or option that cannot be served.

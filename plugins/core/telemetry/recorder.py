@@ -30,7 +30,6 @@ class Recorder:
         self.metrics = StepMetrics()
 
     def warn(self, text: str) -> None:
-        """Tell the user once, and keep it in the report."""
         if text not in self.report.warnings:
             self.report.warnings.append(text)
             self.say(f"accel: {text}")
@@ -47,7 +46,6 @@ class Recorder:
     def begin(
         self, device: torch.device, peaks: Peaks, statistics: Statistics, clip_norm: float | None, exact: bool
     ) -> None:
-        """Write down what is known before the first batch, and warn of micro-batches too small for BatchNorm."""
         report = self.report
         report.device = devices.name(device)
         report.memory.kind = peaks.kind
@@ -111,14 +109,12 @@ class Recorder:
         return {name: int(getattr(self.report.window, name)) for name in COUNTS}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Go on counting from a checkpoint."""
         for name in COUNTS:
             setattr(self.report.window, name, state[name])
 
     # -- at the end -----------------------------------------------------------------------------------------------
 
     def sum_up(self) -> None:
-        """Write the figures of the whole run, and what would help most."""
         report = self.report
         self.metrics.sum_up(report.speed, report.shapes, report.gradients)
         if advice := self.metrics.advice():

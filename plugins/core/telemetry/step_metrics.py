@@ -72,7 +72,6 @@ class StepMetrics:
         return len(last) == count and not any(map(math.isfinite, last))
 
     def shape(self, shape: Iterable[int], padding: int) -> None:
-        """A micro-batch's input is of this shape, `padding` elements of it padding."""
         sizes = tuple(shape)
         self.seen.add(sizes, padding, math.prod(sizes))
         self._elements += math.prod(sizes)
@@ -95,7 +94,6 @@ class StepMetrics:
 
     @property
     def waiting_fraction(self) -> float:
-        """Share of the time that was spent waiting for data, 0 to 1."""
         total = sum(self.series.seconds) + self.series.waiting
         return self.series.waiting / total if total else 0.0
 
