@@ -87,6 +87,19 @@ def test_every_relative_link_of_a_document_leads_to_a_file(document):
     assert [link for link in links if not (folder / link).exists()] == []
 
 
+def test_every_case_of_a_public_report_names_a_test_that_is_there():
+    text = (ROOT / "tests/cases.md").read_text(encoding="utf-8")
+    missing, file = [], ""
+    for named, test in re.findall(r"`([\w/]*(?:\.py)?)(?:::([\w*]+))?`", text):
+        file = named if named.endswith(".py") else file
+        if (named and not named.endswith(".py")) or not (named or test):
+            continue
+        source = (ROOT / "tests" / file).read_text(encoding="utf-8")
+        if test and not re.search(rf"^def {test.replace('*', '.*')}\(", source, re.M):
+            missing.append(f"{file}::{test}")
+    assert missing == []
+
+
 def test_every_page_is_in_the_navigation_and_the_readme_is_short():
     navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     assert [name for name in DOCUMENTS if name.startswith("docs/") and Path(name).name not in navigation] == []
