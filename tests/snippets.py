@@ -88,6 +88,7 @@ TABLE: dict[str, tuple[Run, str]] = {
     "python examples/why.py": (Run.CHECKED, "minutes"),
     "python examples/why_hf.py": (Run.CHECKED, "minutes"),
     "python examples/gpu_check.py": (Run.ELSEWHERE, "tests/test_gpu_check.py"),
+    "python benchmarks/picture.py": (Run.ELSEWHERE, "tests/test_documents.py"),
     "python benchmarks/": (Run.CHECKED, "minutes: benchmarks"),
     # Pictures
     "accel_plugins.pth": (Run.SHOWN, ""),

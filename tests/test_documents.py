@@ -9,6 +9,7 @@ import ast
 import importlib
 import os
 import re
+import runpy
 import shlex
 import shutil
 import subprocess
@@ -104,6 +105,12 @@ def test_every_page_is_in_the_navigation_and_the_readme_is_short():
     navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     assert [name for name in DOCUMENTS if name.startswith("docs/") and Path(name).name not in navigation] == []
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
+
+
+def test_the_picture_of_the_readme_shows_the_figures_of_benchmarks_md():
+    names = runpy.run_path(str(ROOT / "benchmarks" / "picture.py"))
+    assert names["PICTURE"].read_text(encoding="utf-8") == names["picture"]()
+    assert len(names["ratios"]((ROOT / "BENCHMARKS.md").read_text(encoding="utf-8"))) == 6
 
 
 def test_a_snippet_that_no_table_knows_is_an_error():
