@@ -39,7 +39,6 @@ class Exported:
 
     @property
     def files(self) -> list[Path]:
-        """NAME.pth, NAME.yaml, NAME.py."""
         return [
             self.model_storage_directory / f"{self.name}.pth",
             self.user_network_directory / f"{self.name}.yaml",

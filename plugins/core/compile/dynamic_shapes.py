@@ -62,14 +62,12 @@ class Seen:
         self.elements = self.padding = 0
 
     def add(self, shape: Iterable[int], padding: int = 0, elements: int = 0) -> None:
-        """Note one input: its shape, and how many of its elements are padding."""
         self.shapes[tuple(shape)] += 1
         self.padding += padding
         self.elements += elements
 
     @property
     def padding_fraction(self) -> float | None:
-        """Share of padding in all elements, 0 to 1; None where nothing was seen."""
         return self.padding / self.elements if self.elements else None
 
 
