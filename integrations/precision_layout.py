@@ -36,6 +36,7 @@ class Layout:
             self.store(torch.channels_last if memory_format == "channels_last" else torch.contiguous_format)
 
     def store(self, order: torch.memory_format) -> None:
+        """Keep the weights in this memory order."""
         self.model.to(memory_format=order)  # type: ignore[call-overload]
 
     def at(self, batch: Any) -> Any:
@@ -91,6 +92,7 @@ class LoopLayout(Layout):
         return self.ordered(value.to(self.device, non_blocking=True))
 
     def loss(self) -> Tensor:
+        """Forward and loss of the batch at hand, in the autocast in force."""
         loss: Callable[[], Tensor] = self._batch
         with self.autocast():
             return loss()

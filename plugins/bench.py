@@ -41,6 +41,7 @@ class Residual(nn.Module):
         self.norms = nn.ModuleList(nn.BatchNorm2d(width) for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
+        """[B, C, H, W] -> [B, C, H, W]."""
         y = nn.functional.silu(self.norms[0](self.first(x)))
         return nn.functional.silu(x + self.norms[1](self.second(y)))
 
@@ -53,6 +54,7 @@ class Gated(nn.Module):
         self.norm, self.linear = nn.LayerNorm(width), nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
+        """[B, T, D] -> [B, T, D]."""
         y = self.linear(self.norm(x))
         update, reset = torch.sigmoid(y), nn.functional.hardsigmoid(y)
         for _ in range(2):
@@ -141,8 +143,11 @@ def bench(kind: str, updates: int, compiled: bool, device: torch.device, show: S
 
 
 def plans(model: nn.Module, device: torch.device, compiled: bool) -> list[Plan]:
-    """What a run would try here, whether it gains or not: precisions, layouts, and the compile of repeated blocks, on
-    top of the loop's own and of the most promising one."""
+    """What a run would try here, whether it gains or not.
+
+    Precisions and layouts; and the compile of repeated blocks, on top of the loop's own plan and of the most promising
+    one.
+    """
     eager = [Plan(), *cost_model.layouts(model, device, Plan(), frozenset({"precision", "memory_format"}))]
     return [*eager, *(replace(plan, compile="regional") for plan in eager[:2] if compiled)]
 

@@ -14,6 +14,9 @@ class AccelError(ValueError):
     """A mistake in the user's input, or a stop that the settings ask for.
 
     `str(error)` is one line, fit to be shown without a traceback.
+
+    Args:
+        message: the field or file, the value, and what is allowed; line breaks in it become spaces.
     """
 
     one_line = True  # a host's command, which does not know `plugins`, then shows no traceback

@@ -31,7 +31,7 @@ class AccelCallback(TrainerCallback):
 
     Args:
         config: a YAML file of settings, or None for `accel.yaml` where there is one.
-        options: fields of `AccelConfig`; they win over the file and the environment.
+        **options: fields of `AccelConfig`; they win over the file and the environment.
 
     Raises:
         AccelError: an unknown field, a bad value, or a contradiction with TrainingArguments; one line.

@@ -102,6 +102,13 @@ def _write_report(trainer: Any, adapter: Any = None) -> Path | None:
 def configure(options: Mapping[str, Any], host_args: Mapping[str, Any] | None = None) -> dict[str, Callback]:
     """Callbacks for these settings, checked against the host's own arguments before anything is written.
 
+    Args:
+        options: fields of AccelConfig.
+        host_args: the arguments of a command, as the host reads them; None where they are not known yet.
+
+    Returns:
+        Event -> function, as the host takes them.
+
     Raises:
         AccelError: one line that names the field, the value and what is allowed.
     """
@@ -153,9 +160,16 @@ def _check_fp16(device: str) -> None:
 
 
 def attach(model: Any, **options: Any) -> Any:
-    """Plug into an Ultralytics model from Python: `attach(YOLO(…), accumulate=4).train(…)`. Returns the model.
+    """Plug into an Ultralytics model from Python: `attach(YOLO(…), accumulate=4).train(…)`.
 
     Attaching again replaces the settings.
+
+    Args:
+        model: a `YOLO` or `RTDETR`.
+        **options: fields of AccelConfig; `config` names an accel.yaml.
+
+    Returns:
+        The same model.
 
     Raises:
         AccelError: an unknown field, a bad value, two contradicting fields, something that is no such model.

@@ -60,6 +60,7 @@ class WidthBatches:
 
     @property
     def lines_per_epoch(self) -> int:
+        """Of all sets, each by its share."""
         return sum(self.drawn)
 
     def epoch(self, number: int) -> list[Batch]:

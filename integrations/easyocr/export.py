@@ -87,8 +87,14 @@ def write(
     """Writes the three files under `folder` (`model/`, `user_network/`).
 
     Args:
+        folder: of the experiment.
+        name: of the network, a Python identifier.
         state: bare or `module.` names; written as contiguous fp32 on the CPU (counters stay int64).
+        features: the feature extractor's kind, VGG or ResNet.
         params: input_channel, output_channel, hidden_size.
+        height: of the input, px.
+        characters: of the set, in the order of the classes.
+        lang_list: languages that the Reader may be opened with.
         writer: `writer(path, fill)` calls `fill(file)` and leaves the old file or the new one, never a part.
 
     Raises:

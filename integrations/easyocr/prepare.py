@@ -55,6 +55,7 @@ class Prepared:
 
     @property
     def params(self) -> dict[str, int]:
+        """Sizes of the network, as the Reader names them."""
         return network_params(self.settings)
 
     @property
@@ -108,6 +109,7 @@ class Prepared:
 
 
 def network_params(settings: Settings) -> dict[str, int]:
+    """input_channel, output_channel and hidden_size."""
     return {name: getattr(settings, name) for name in ("input_channel", "output_channel", "hidden_size")}
 
 
@@ -115,7 +117,9 @@ def prepare(settings: Settings, train: Any = None, valid: Any = None) -> Prepare
     """Reads the data and builds the network; nothing is written.
 
     Args:
-        train, valid: data set objects or folders, instead of `train_data` and `valid_data`.
+        settings: the yaml, checked.
+        train: a data set or a folder, instead of `train_data`.
+        valid: the same, instead of `valid_data`.
 
     Raises:
         EasyOCRError: one line that names the file or key, the value and what is allowed.

@@ -75,8 +75,9 @@ def reader(exported: Exported, lang_list: list[str], **options: Any) -> Any:
     """An `easyocr.Reader` of this network.
 
     Args:
+        exported: where its three files lie.
         lang_list: languages that the network was exported with.
-        options: the Reader's own; on the CPU, in full precision and without downloads unless they say otherwise. A
+        **options: the Reader's own; on the CPU, in full precision and without downloads unless they say otherwise. A
             `model_storage_directory` is where the detector is looked for first.
 
     Raises:
@@ -137,8 +138,10 @@ def find_detector(name: str, folders: Iterable[Path]) -> tuple[Path | None, str]
 
 
 def place_detector(exported: Exported, others: Iterable[Path], writer: Writer) -> None:
-    """Puts the detector beside the network, where a bare `easyocr.Reader` looks for it: one file under two names, or
-    a copy. Where it is not found, or there is no room, nothing is done."""
+    """Put the detector beside the network, where a bare `easyocr.Reader` looks for it.
+
+    One file under two names, or a copy. Where it is not found, or there is no room, nothing is done.
+    """
     from easyocr.config import detection_models
 
     target = exported.model_storage_directory / detection_models["craft"]["filename"]

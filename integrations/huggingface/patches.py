@@ -48,4 +48,5 @@ class Held:
         self._patches.undo()
 
     def names(self) -> list[str]:
+        """Of the methods and values that are patched now."""
         return self._patches.names()

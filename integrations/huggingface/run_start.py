@@ -1,6 +1,4 @@
-"""How a run of the Trainer starts: the checkpoint that it goes on from, its arguments, and its batch after running
-out of memory.
-"""
+"""How a run of the Trainer starts: its checkpoint, its arguments, and its batch after running out of memory."""
 
 from __future__ import annotations
 
@@ -36,6 +34,7 @@ class Starting:
         self._failed_batch = 0
 
     def train(self, original: Callable[..., Any], resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """The host's `train`: from the newest complete checkpoint, where it is to find one."""
         trainer = self.trainer
         run = Path(trainer.args.output_dir)
         if trainer.args.should_save and run.is_dir():
@@ -55,6 +54,7 @@ class Starting:
     def inner_training_loop(
         self, original: Callable[..., Any], batch_size: Any = None, *args: Any, **kwargs: Any
     ) -> Any:
+        """The host's loop, with a batch that keeps the update's samples after running out of memory."""
         trainer = self.trainer
         if trainer.args.auto_find_batch_size and batch_size:
             batch_size = self._keep_effective_batch(batch_size)

@@ -41,15 +41,21 @@ def fit(
     say: Callable[[str], None] = print,
     **options: Any,
 ) -> Result:
-    """Trains until `num_iter` updates, an early stop, or Ctrl-C (which finishes the update and saves everything).
+    """Fine-tune a recognizer, until `num_iter` updates, an early stop, or Ctrl-C.
 
-    A run of which 100 updates in a row were skipped, for a gradient that is not finite, ends as well.
+    Ctrl-C finishes the update and saves everything. A run of which 100 updates in a row were skipped, for a gradient
+    that is not finite, ends as well.
 
     Args:
         config: the official yaml, or its keys as a mapping; `accel:` in it holds AccelConfig's fields.
-        train, valid: folders or Hugging Face data sets, instead of the yaml's train_data and valid_data.
+        train: a folder or a Hugging Face data set, instead of the yaml's train_data.
+        valid: the same, instead of its valid_data.
         resume: True goes on from the experiment's own last.pt, a path from that file.
-        options: keys of the yaml and fields of AccelConfig, laid over both.
+        say: shows a line to the user.
+        **options: keys of the yaml and fields of AccelConfig, laid over both.
+
+    Returns:
+        What the run came to: its folder, the Reader's files, scores, and why it stopped.
 
     Raises:
         AccelError: one line that names the file or key, the value and what is allowed; nothing is written then.

@@ -72,7 +72,7 @@ class Accelerated(LoopRun):
         host: name of the plug in the report.
         say: shows a line to the user.
         config: an accel.yaml, or an AccelConfig.
-        options: AccelConfig's fields.
+        **options: AccelConfig's fields.
 
     Raises:
         AccelError: an unknown option, a bad value, or a model, optimizer or option that cannot be served.
@@ -260,9 +260,9 @@ class Accelerated(LoopRun):
     # -- what is measured ----------------------------------------------------------------------------------------
 
     def tune(self, loss: Callable[[], Tensor], left: float, shape: Iterable[int]) -> None:
-        """Let what is `auto` be measured (without `tunes`: compile alone), for a loop that does not use
-        `training_step`; call it before the forward of every micro-batch, outside autocast.
+        """Let what is `auto` be measured, for a loop that does not use `training_step`.
 
+        Call it before the forward of every micro-batch, outside autocast. Without `tunes`, compile alone is measured.
         Only the first one of a window is used, and while there is something to decide; nothing of the run is touched.
 
         Args:

@@ -31,8 +31,11 @@ class Layout(Protocol):
 
     device: torch.device
 
-    def apply(self, precision: str, memory_format: str) -> None: ...
-    def at(self, batch: Any) -> Any: ...
+    def apply(self, precision: str, memory_format: str) -> None:
+        """Switch precision and memory format."""
+
+    def at(self, batch: Any) -> Any:
+        """A batch in the layout in force."""
 
 
 class LoopTuning:
@@ -124,8 +127,10 @@ def settings(config: AccelConfig | str | Path | None, options: dict[str, Any], w
 
 
 def may_measure(config: AccelConfig) -> bool:
-    """Whether a loop that tunes has a use for the planner: ranks would have to agree on what they measure, and at
-    `compile=on` every candidate would be compiled anew."""
+    """Whether a loop that tunes has a use for the tuner.
+
+    Ranks would have to agree on what they measure, and at `compile=on` every candidate would be compiled anew.
+    """
     alone = not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1)
     return isinstance(config.plan, Path) or (config.plan == "auto" and config.compile != "on" and alone)
 

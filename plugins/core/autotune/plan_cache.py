@@ -116,10 +116,12 @@ class Entry:
 
     @property
     def age_days(self) -> float:
+        """Days since it was written."""
         return age_days(self.path)
 
 
 def age_days(path: Path) -> float:
+    """Days since a file was written; of a link, its own."""
     return (time.time() - path.lstat().st_mtime) / 86400
 
 
@@ -174,6 +176,7 @@ class PlanCache:
         return found
 
     def keep(self, key: str, data: dict[str, Any]) -> None:
+        """Write the entry of this key; a folder that cannot be written is one warning."""
         text = json.dumps({"schema": SCHEMA, "key": key, **data}, indent=1)
         try:
             self.make()

@@ -34,10 +34,12 @@ class Switch:
     plan: Plan
 
     def as_dict(self) -> dict[str, Any]:
+        """As a JSON value, for the plan file and for checkpoints."""
         return {"update": self.update, "plan": self.plan.as_dict()}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Switch:
+        """What `as_dict` gave."""
         return cls(int(data["update"]), Plan.from_dict(data["plan"]))
 
 

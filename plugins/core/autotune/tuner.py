@@ -93,12 +93,14 @@ class Tuner:
 
     @property
     def step_seconds(self) -> float:
+        """Median seconds of one of the run's own micro-batches, lately; 0 where none was timed."""
         return median_high(self._plain) if self._plain else 0.0
 
     # -- at a window's start --------------------------------------------------------------------------------------
 
     @property
     def reason(self) -> str:
+        """Why precision and layout are what they are, in words."""
         return self.outcome.reason
 
     @property
@@ -112,6 +114,7 @@ class Tuner:
         return not self.measured or bool(self.given) or self._fell
 
     def at_window(self, window_start: WindowStart) -> None:
+        """At a window's first micro-batch, outside autocast: recall, try or switch, as far as the run has come."""
         if self._fell:
             self._fall(window_start)
         while self.given and window_start.update >= self.given[0].update:
@@ -300,6 +303,7 @@ class Tuner:
         return "there is no other precision or layout to try"
 
     def end(self) -> None:
+        """The run is over: stop what compiles beside it."""
         self.background.end()
 
     def write(self, folder: Path) -> Path:

@@ -29,9 +29,11 @@ from plugins.core.telemetry.recorder import Recorder
 class Part(Protocol):
     """A part of a run that gives its fields of the state, and takes them back from the whole of it."""
 
-    def state_dict(self) -> dict[str, Any]: ...
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values and tensors."""
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Put back what `state_dict` gave."""
 
 
 class RunState:

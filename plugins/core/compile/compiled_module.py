@@ -84,6 +84,7 @@ class CompiledModule:
         self._compiled: Callable[..., Any] = self._build()
 
     def install(self) -> None:
+        """From now on the module's calls come here."""
         self.module._compiled_call_impl = self
         self.active = True
 
@@ -94,6 +95,7 @@ class CompiledModule:
         self.active = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the compiled code; eagerly where that is off, does not take these arguments, or failed."""
         if not self.active or not self.takes(args):
             return self.module._call_impl(*args, **kwargs)
         while True:

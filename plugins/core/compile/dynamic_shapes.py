@@ -29,6 +29,7 @@ class Marker:
         self.way = way if self.dims else "static"
 
     def mark(self, *arguments: Any, **named: Any) -> None:
+        """Mark the dimensions that vary in every tensor of a call that has them."""
         if self.way == "static":
             return
         mark = torch._dynamo.mark_dynamic if self.way == "strict" else torch._dynamo.maybe_mark_dynamic
