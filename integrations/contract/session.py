@@ -149,8 +149,8 @@ class Session(Protocol):
     def open_plan(self, start: Any) -> None:
         """Begin with another `Start` than was said, before the first micro-batch."""
 
-    def none_finite(self, last: int) -> bool:
-        """Whether none of the `last` updates had a finite gradient, and so many there were."""
+    def none_finite(self, count: int) -> bool:
+        """Whether none of the last `count` updates had a finite gradient, and so many there were."""
 
     # -- validation, checkpoints, words, end
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -27,12 +27,6 @@ from plugins.errors import AccelError
 
 class Average(Protocol):
     def update(self) -> None: ...
-
-
-@runtime_checkable
-class Resumable(Protocol):
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state: Any) -> None: ...
 
 
 class NonFiniteGradient(AccelError, RuntimeError):
