@@ -29,7 +29,7 @@ class NewSession(Protocol):
         scaler: Any = None,
         average: Average | None = None,
         groups: Mapping[str, Iterable[nn.Parameter]] | None = None,
-        schedule: Callable[[int], None] | None = None,
+        schedule: Callable[[int], None] = ...,
         dims: Iterable[int] = (),
         takes: Callable[[tuple[Any, ...]], bool] = ...,
         sync: bool = False,

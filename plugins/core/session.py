@@ -6,18 +6,17 @@ The order of an update stands in `plugins.core.step.update`.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from plugins.core import checkpoint
 from plugins.core.autotune.plan_cache import PlanCache
-from plugins.core.autotune.plan_file import Start
+from plugins.core.autotune.plan_file import Start, write_switches
 from plugins.core.autotune.run_guard import RunGuard
 from plugins.core.autotune.timing import Trial, WindowStart
 from plugins.core.autotune.tuner import Tuner
@@ -28,24 +27,16 @@ from plugins.core.step.accumulation import Window
 from plugins.core.step.batchnorm import Statistics
 from plugins.core.step.run_spec import RunSpec
 from plugins.core.step.update import Average, NonFiniteGradient, Outcome, Update
-from plugins.core.system.malloc import FreedMemory
-from plugins.core.system.memory import Peaks
 from plugins.core.telemetry.recorder import Recorder
-from plugins.core.telemetry.report import versions
 
 __all__ = ["RunSpec", "Session"]
 
 
 class Session:
-    """One run, complete once it is built.
-
-    Args:
-        spec: what it is made of.
+    """One run, complete once it is built from its `spec`.
 
     Raises:
-        precision.Unsupported: a precision that this device cannot train in.
-        PlanError: a plan file that is none.
-        CompileRefused: a compile that was asked where it cannot be right. In all three cases the model is as it was.
+        ValueError: CompileRefused, PlanError or precision.Unsupported, in one line; the model is as it was.
     """
 
     files = checkpoint
@@ -54,9 +45,8 @@ class Session:
         config, model, device = spec.config, spec.model, spec.device
         start = Start.of(config, device)
         self.config, self.model, self.device, self._ended = config, model, device, False
-        self.recorder = recorder = Recorder(config, spec.host, spec.say)
+        self.recorder = recorder = Recorder(config, spec.host, device, spec.say, spec.packages)
         self.report, self.metrics = recorder.report, recorder.metrics
-        self.report.versions = versions(*spec.packages)
         self.warn, self.approximate = recorder.warn, recorder.approximate
         self.series, self.shape, self.none_finite = self.metrics.series, self.metrics.shape, self.metrics.none_finite
         self.window = Window(spec.size, exact=config.normalise == "exact")
@@ -71,15 +61,14 @@ class Session:
             average=spec.average,
             sync=spec.sync,
             keep_gradients=lambda: self.compilation.cuda_graphs,
-            schedule=partial(self._set_rates, spec.schedule),
+            schedule=lambda: spec.schedule(self.updates),
             order=model.parameters(),
         )
-        self.parameters = self.update.parameters
+        self.parameters, self.beside_model = self.update.parameters, partial(self.update.beside, model)
         self.guard = RunGuard(model, self.update, self.window, recorder)
         self.statistics = Statistics(model, config.batchnorm)
-        self.peaks, self.freed = Peaks(device), FreedMemory(device)
         self.describe_window(spec.micro_batch)
-        recorder.begin(device, self.peaks, self.statistics, self.update.clip_norm, self.window.exact)
+        recorder.begin(self.statistics, self.update.clip_norm, self.window.exact)
         self._cache = PlanCache.of(config, self.warn)
         self.compilation = CompileManager(
             config, model, device, self.report.compile, self.warn, spec.dims, spec.takes, spec.uncompilable
@@ -89,21 +78,14 @@ class Session:
         try:
             self.training_mode()
             self.compilation.start()
-            self.tuner = self._tuner(start)
+            self.open_plan(start)
         except BaseException:
             self._undo()
             raise
 
-    def _tuner(self, start: Start) -> Tuner:
-        return Tuner(self.guard, self.model, self.device, start, self._cache, self.compilation)
-
-    def _set_rates(self, schedule: Callable[[int], None] | None) -> None:
-        if schedule is not None:
-            schedule(self.updates)
-
     def open_plan(self, start: Start) -> None:
         """Begin with another plan than was said, before the first micro-batch."""
-        self.tuner = self._tuner(start)
+        self.tuner = Tuner(self.guard, self.model, self.device, start, self._cache, self.compilation)
 
     def describe_window(self, micro_batch: int) -> None:
         """Tell the report the sizes in force (again after a host changed its batch)."""
@@ -143,8 +125,6 @@ class Session:
         """No trial from now on."""
         self.tuner.measure_nothing(why)
 
-    # -- what it is made of ---------------------------------------------------------------------------------------
-
     @property
     def optimizer(self) -> torch.optim.Optimizer:
         """The one in force, see `use`."""
@@ -164,10 +144,6 @@ class Session:
     def keeps_gradients(self) -> bool:
         """Whether gradients have to be zeroed in place now, as CUDA graphs need."""
         return self.update.keep_gradients()
-
-    def beside_model(self) -> list[nn.Parameter]:
-        """What the optimizer holds and the model does not."""
-        return self.update.beside(self.model)
 
     # -- a micro-batch and its window -----------------------------------------------------------------------------
 
@@ -214,8 +190,7 @@ class Session:
             outcome = self.update.run_update(self.window)
         if outcome is not None:
             self._closed(outcome)
-        else:
-            self.window.close()
+        self.window.close()
         return outcome
 
     def prepare_update(self) -> Outcome:
@@ -230,6 +205,7 @@ class Session:
         if not averaged:
             self.update.finish_update(outcome)
         self._closed(outcome)
+        self.window.close()
 
     @contextmanager
     def _update_begins(self) -> Iterator[None]:
@@ -244,10 +220,7 @@ class Session:
     def _closed(self, outcome: Outcome) -> None:
         if not outcome.stepped:
             self.statistics.restore()
-        self.recorder.closed(outcome, self.device)
-        self.window.close()
-        self.peaks.update_done()
-        self.freed.update_done(self.peaks.first_gib or 0.0)
+        self.recorder.closed(outcome)
         self.compilation.hold_budget(self.updates)
 
     def use(self, optimizer: torch.optim.Optimizer, scaler: Any, clip_norm: float | None) -> None:
@@ -292,7 +265,7 @@ class Session:
         """Write the report as it stands now, and the plan beside it; returns the path of its JSON."""
         self._sum_up()
         path = self.report.write(folder, self.metrics.series)
-        self.tuner.write(folder)
+        write_switches(folder, self.tuner.start, self.tuner.switches)  # `plan=FILE` runs it without a trial
         return path
 
     def end(self, folder: Path | None = None) -> Path | None:
@@ -316,11 +289,10 @@ class Session:
     def _undo(self) -> None:
         self.compilation.end()
         self.statistics.undo()
-        self.freed.release()
+        self.recorder.freed.release()
 
     def _sum_up(self) -> None:
         self.compilation.sum_up()
         self.tuner.sum_up(self.report.speed, self.report.compile)
-        self.peaks.end()
         self.metrics.series.switched_at = [switch.update for switch in self.tuner.switches]
-        self.recorder.sum_up(self.peaks, self.freed.kept, self.update.average)
+        self.recorder.sum_up(self.update.average)

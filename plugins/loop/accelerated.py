@@ -22,7 +22,6 @@ reduced once an update.
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from numbers import Real
@@ -48,13 +47,14 @@ from plugins.core.system.distributed import same_start
 from plugins.errors import AccelError
 from plugins.loop import nested
 from plugins.loop.checks import bare_module, check_model, check_optimizer, check_schedule
+from plugins.loop.deprecated import DeprecatedNames
 from plugins.loop.micro_batches import LoopStep
 from plugins.loop.replay import Replay
 from plugins.loop.run import LoopRun
 from plugins.loop.tuning import LoopTuning, by_rule, may_measure, scale_rate, settings
 
 
-class Accelerated(LoopRun):
+class Accelerated(LoopRun, DeprecatedNames):
     """One training run of `model`, which stays the object it is.
 
     Args:
@@ -95,9 +95,9 @@ class Accelerated(LoopRun):
         config: AccelConfig | str | Path | None = None,
         **options: Any,
     ) -> None:
-        self._deprecated: set[str] = set()
+        super().__init__()
         if planned is not None:
-            self._outdated("planned", "tunes=True, or batches and training_step")
+            self.outdated("planned", "tunes=True, or batches and training_step")
         self.model, self.optimizer, self._bare = model, optimizer, bare_module(model)
         check_model(self._bare)
         check_optimizer(optimizer)
@@ -280,21 +280,6 @@ class Accelerated(LoopRun):
             shape: of the input, [B, ...].
         """
         self._tuning.tune(loss, left, shape)
-
-    def plan(self, loss: Callable[[], Tensor], left: float, shape: Iterable[int]) -> None:
-        """The deprecated name of `tune`."""
-        self._outdated("plan", "batches and training_step, or tune")
-        self.tune(loss, left, shape)
-
-    def moved(self, value: Tensor) -> Any:
-        """The deprecated name of `place`."""
-        self._outdated("moved", "place")
-        return self.place(value)
-
-    def _outdated(self, name: str, instead: str) -> None:
-        if name not in self._deprecated:
-            self._deprecated.add(name)
-            warnings.warn(f"Accelerated: {name} is deprecated; use {instead}", DeprecationWarning, stacklevel=3)
 
     # -- settings into facts -------------------------------------------------------------------------------------
 

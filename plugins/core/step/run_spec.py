@@ -51,7 +51,7 @@ class RunSpec:
     scaler: Any = None
     average: Average | None = None
     groups: Mapping[str, Iterable[nn.Parameter]] | None = None
-    schedule: Callable[[int], None] | None = None
+    schedule: Callable[[int], None] = lambda update: None
     dims: Iterable[int] = ()
     takes: Callable[[tuple[Any, ...]], bool] = lambda args: True
     sync: bool = False

@@ -16,13 +16,12 @@ from torch._dynamo.backends.common import aot_autograd
 from plugins.core.compile.compiled_module import (
     CompiledModule,
     CompileRefused,
-    matching,
     preallocate_gradients,
     refuse_inside_autocast,
-    regions,
 )
 from plugins.core.compile.dynamic_shapes import Marker
 from plugins.core.compile.monitor import CompileMonitor
+from plugins.core.compile.scope import matching, regions
 from plugins.core.compile.toolchain import missing_compiler
 from plugins.core.system import versions
 from tests.core.tiny import Mlp, mlp, same, snapshot
