@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 import yaml
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from integrations.easyocr.errors import EasyOCRError
 from integrations.easyocr.network import MODULES, Features
+from integrations.easyocr.reader import Writer as Writer  # a name of this file too
 from integrations.easyocr.reader import find_detector, reader
 from integrations.easyocr.weights import PREFIX
 
@@ -114,9 +115,6 @@ _SPECIAL = {
 }
 _LONGEST = 200  # bytes of a name; file systems allow 255, and unfinished files carry more than the name
 _MARK = '"""Recognizer network for easyocr.Reader'
-
-
-Writer = Callable[[Path, Callable[[BinaryIO], Any]], Any]
 
 
 def write(

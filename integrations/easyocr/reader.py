@@ -13,18 +13,31 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FunctionType
-from typing import TYPE_CHECKING, Any
+from typing import Any, BinaryIO, Protocol
 
 from integrations.easyocr.errors import EasyOCRError
 from integrations.easyocr.settings import home
 from integrations.easyocr.text import logical
 
-if TYPE_CHECKING:
-    from integrations.easyocr.export import Exported, Writer
+Writer = Callable[[Path, Callable[[BinaryIO], Any]], Any]
+
+
+class Exported(Protocol):
+    """The files of one network: see `integrations.easyocr.export`."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def model_storage_directory(self) -> Path: ...
+    @property
+    def user_network_directory(self) -> Path: ...
+    @property
+    def right_to_left(self) -> bool: ...
+
 
 _OPTIONS = {"gpu": False, "quantize": False, "verbose": False, "download_enabled": False}
 
