@@ -87,7 +87,7 @@ def finish(trainer: Any) -> None:
 
 
 def _write_report(trainer: Any, adapter: Any = None) -> Path | None:
-    from integrations.ultralytics.adapter import writes_report
+    from integrations.ultralytics.checkpointing import writes_report
 
     adapter = adapter or getattr(trainer, "accel", None)
     if adapter is None or not writes_report():

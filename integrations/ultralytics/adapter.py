@@ -1,13 +1,13 @@
 """Holds one Ultralytics trainer: turns its loop into the calls of `integrations.contract`. All patches go on here.
 
-Everything is taken hold of at `on_pretrain_routine_end`, the one event that every rank fires, after model,
-optimizer, EMA and loaders are built and before the first batch. Patched on the trainer: `optimizer_step`,
-`preprocess_batch`, `_model_train`, `_build_train_pipeline`, `_close_dataloader_mosaic`, `validate`,
-`_handle_nan_recovery`, `save_model`, `final_eval`, and the paths `last`, `best`, `wdir`. On the live model: `loss`. On
-its criterion: `loss` and its assigner's `forward` (see losses.py). The module-level `strip_optimizer` is exchanged only
-while `final_eval` runs. The trainer's `accumulate` is held at 1, so that `optimizer_step` is called after every
-micro-batch; a user's own is called once a window. What callbacks exchange during the run (the optimizer, the scaler,
-the criterion, `optimizer_step`, `preprocess_batch`, `model.loss`) is looked up where it is used.
+All is done at `on_pretrain_routine_end`, which every rank fires once model, optimizer, EMA and loaders are built.
+Patched on the trainer: `optimizer_step`, `preprocess_batch`, `_model_train`, `_build_train_pipeline`,
+`_close_dataloader_mosaic`, `validate`, `_handle_nan_recovery`, `save_model`, `final_eval`, and the paths `last`,
+`best`, `wdir`. On the live model: `loss`. On its criterion: `loss` and its assigner's `forward`. The module-level
+`strip_optimizer` is exchanged only while `final_eval` runs. The trainer's `accumulate` is held at 1, so that
+`optimizer_step` is called after every micro-batch; a user's own is called once a window. What callbacks exchange
+during the run (the optimizer, the scaler, the criterion, `optimizer_step`, `preprocess_batch`, `model.loss`) is
+looked up where it is used.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from ultralytics.utils import RANK
 
 from integrations.contract import HostTools, Session, UnsupportedRun
 from integrations.patches import Patches
@@ -54,7 +53,7 @@ class Adapter:
 
     @property
     def session(self) -> Session:
-        """Of the run; there is one from `hold` on."""
+        """Of the run, from `hold` on."""
         assert self._session is not None
         return self._session
 
@@ -73,16 +72,14 @@ class Adapter:
         schedule.scale_learning_rate(trainer, config.lr_scale, (self.size or host_accumulate) / host_accumulate)
         if config.seed != "host":
             tools.files.seed_everything(int(config.seed))
-            if getattr(trainer.train_loader, "generator", None) is not None:
-                trainer.train_loader.generator.manual_seed(config.seed)
+            data.seed(trainer.train_loader, int(config.seed))
         self.layout = Layout(trainer, self.model, self.patches)
         start = tools.start(trainer.device)
         self.layout.start(start.precision, start.memory_format)
-        distributed = isinstance(trainer.model, nn.parallel.DistributedDataParallel)
         accumulates = (self.size or host_accumulate) > 1
-        if distributed and accumulates:
+        sync = accumulates and isinstance(trainer.model, nn.parallel.DistributedDataParallel)
+        if sync:
             trainer.model.require_backward_grad_sync = False  # one reduction an update, at the close
-        varies = bool(getattr(trainer.args, "multi_scale", 0.0))
         self._session = session = tools.new_session(
             self.model,
             trainer.optimizer,
@@ -95,9 +92,9 @@ class Adapter:
             average=HostAverage(trainer) if trainer.ema else None,  # an older host has it on rank 0 only
             groups=loss_groups(self.model, config.normalise),
             schedule=self._set_rates,
-            dims=(2, 3) if varies else (),
+            dims=(2, 3) if getattr(trainer.args, "multi_scale", 0.0) else (),
             takes=lambda args: isinstance(args[0], torch.Tensor),
-            sync=distributed and accumulates,
+            sync=sync,
             uncompilable=supported.uncompilable(self.model),
         )
         set_decay(trainer, session, config.ema)
@@ -298,8 +295,3 @@ class Adapter:
             "mosaic_closed": self._mosaic_closed,
             "draw": self._draw and [self._draw[0], list(self._draw[1]), self._draw[2]],
         }
-
-
-def writes_report() -> bool:
-    """One process of a run writes: the only one, or rank 0."""
-    return RANK in {-1, 0}

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ultralytics.engine import trainer as host
-from ultralytics.utils import LOGGER
+from ultralytics.utils import LOGGER, RANK
 
 from integrations.contract import Session
 from integrations.patches import Patches
@@ -123,3 +123,8 @@ def find_state(trainer: Any, files: Any) -> dict[str, Any] | None:
     source = Path(str(trainer.args.resume if isinstance(trainer.args.resume, (str, Path)) else trainer.args.model))
     found: dict[str, Any] | None = files.load_sidecar(source) if source.is_file() else None
     return found
+
+
+def writes_report() -> bool:
+    """One process of a run writes: the only one, or rank 0."""
+    return RANK in {-1, 0}

@@ -131,7 +131,7 @@ def session_of(
 
 
 def feed(session: Session, model: nn.Module, batch: Batch, form: str = "mean") -> Any:
-    """One micro-batch through the seam's hooks; returns the outcome where it closed a window."""
+    """One micro-batch through the hooks of a session; returns the outcome where it closed a window."""
     loss, weight = FORMS[form]
     session.micro_batch(len(batch.x))
     value = loss(model, batch) * weight(session, batch)
