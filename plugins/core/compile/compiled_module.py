@@ -18,8 +18,10 @@ from typing import Any
 import torch
 import torch._dynamo.callback as compile_callbacks
 from torch import nn
+from torch._dynamo.exc import UserError, UserErrorType
 from torch._inductor import list_mode_options
 from torch._inductor.exc import CppCompileError
+from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
 
 from plugins.core.compile.decision import CompileOutcome, CompileResult
 from plugins.core.compile.dynamic_shapes import Marker
@@ -222,9 +224,15 @@ def _without_log(name: str) -> Iterator[None]:
         logger.disabled = before
 
 
-def _is_about_marks(error: Exception) -> bool:
-    text = f"{type(error).__name__} {error}"
-    return "ConstraintViolation" in text or "mark_dynamic" in text or "specialized it to be a constant" in text
+def _is_about_marks(error: BaseException | None) -> bool:
+    """A dimension that was marked as varying was made a constant."""
+    while error is not None:
+        if isinstance(error, ConstraintViolationError):
+            return True
+        if isinstance(error, UserError) and error.error_type is UserErrorType.CONSTRAINT_VIOLATION:
+            return True
+        error = getattr(error, "inner_exception", None) or error.__cause__
+    return False
 
 
 def _is_out_of_memory(error: Exception) -> bool:
