@@ -16,7 +16,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Layout:
-    """A trial of one model (see `Seam.plan_window`), left in the layout that `apply` named last."""
+    """A trial of one model (see `contract.Session.plan_window`), left in the layout that `apply` named last."""
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self.model, self.device = model, device

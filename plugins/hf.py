@@ -6,22 +6,18 @@ Composes the core's session with the adapter of the host; holds no host internal
 from __future__ import annotations
 
 import logging
-from types import SimpleNamespace
+from dataclasses import replace
 from typing import Any
 
-from torch import nn
 from transformers import TrainerCallback
 
+from integrations.contract import NewSession, Session
 from integrations.huggingface.adapter import Adapter
 from integrations.huggingface.frames import adding_trainer, find_trainer
 from plugins.config import AccelConfig
 from plugins.core.autotune.plan_file import check_plan_file
-from plugins.core.checkpoint.rng_state import seed_everything
-from plugins.core.session import Session
-from plugins.core.step.batchnorm import reestimate
-from plugins.core.step.ema import EMA
-from plugins.core.telemetry.report import versions
 from plugins.errors import AccelError, refusals_as_errors
+from plugins.host_tools import host_tools
 
 logger = logging.getLogger("plugins")
 
@@ -109,19 +105,17 @@ class AccelCallback(TrainerCallback):
             return
         self.detach()
         check_plan_file(self.config)
-        tools = SimpleNamespace(
-            config=self.config,
-            average=self._average,
-            reestimate=reestimate,
-            seed=seed_everything,
+        tools = host_tools(
+            self.config, "huggingface", logger.warning, ("transformers", "accelerate", "datasets", "peft")
         )
         with refusals_as_errors():
-            self.adapter = Adapter(trainer, self, self._new_session, tools)
+            self.adapter = Adapter(trainer, self, replace(tools, new_session=self._keeping(tools.new_session)))
 
-    def _new_session(self) -> Session:
-        self.session = Session(self.config, "huggingface", logger.warning)
-        self.session.report.versions = versions("transformers", "accelerate", "datasets", "peft")
-        return self.session
+    def _keeping(self, new_session: NewSession) -> NewSession:
+        """The run's session stays here when the run is over: for its report."""
 
-    def _average(self, model: nn.Module) -> EMA | None:
-        return None if isinstance(self.config.ema, str) else EMA(model, self.config.ema)
+        def build(model: Any, optimizer: Any, **built: Any) -> Session:
+            self.session = new_session(model, optimizer, **built)
+            return self.session
+
+        return build

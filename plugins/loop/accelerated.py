@@ -22,7 +22,6 @@ reduced once an update.
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from numbers import Real
@@ -34,26 +33,27 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
+from integrations import contract
+from integrations.contract import Outcome
 from integrations.precision_layout import LoopLayout
 from integrations.shared.batch_size import micro_batches_per_update
 from plugins.config import AccelConfig
 from plugins.core import checkpoint
 from plugins.core.autotune.plan_file import Start
-from plugins.core.session import Session
+from plugins.core.session import RunSpec, Session
 from plugins.core.step.ema import EMA
-from plugins.core.step.update import Outcome
 from plugins.core.system.distributed import same_start
-from plugins.core.telemetry.report import versions
 from plugins.errors import AccelError, refusals_as_errors
 from plugins.loop import nested
 from plugins.loop.checks import bare_module, check_model, check_optimizer, check_schedule
+from plugins.loop.deprecated import DeprecatedNames
 from plugins.loop.micro_batches import LoopStep
 from plugins.loop.replay import Replay
 from plugins.loop.run import LoopRun
 from plugins.loop.tuning import LoopTuning, by_rule, may_measure, scale_rate, settings
 
 
-class Accelerated(LoopRun):
+class Accelerated(LoopRun, DeprecatedNames):
     """One training run of `model`, which stays the object it is.
 
     Args:
@@ -94,9 +94,9 @@ class Accelerated(LoopRun):
         config: AccelConfig | str | Path | None = None,
         **options: Any,
     ) -> None:
-        self._deprecated: set[str] = set()
+        super().__init__()
         if planned is not None:
-            self._outdated("planned", "tunes=True, or batches and training_step")
+            self.outdated("planned", "tunes=True, or batches and training_step")
         self.model, self.optimizer, self._bare = model, optimizer, bare_module(model)
         check_model(self._bare)
         check_optimizer(optimizer)
@@ -114,30 +114,34 @@ class Accelerated(LoopRun):
         measured = bool(tunes or planned) and may_measure(self.config)
         from_file = isinstance(self.config.plan, Path)  # which says everything
         chosen = self.config if measured or from_file else by_rule(self.config, self._bare, self.device)
-        self.session = Session(chosen, host, say)
         self.layout = LoopLayout(self._bare, self.device)
-        self.layout.apply(*self.session.start_plan(self.device))
+        start = Start.of(chosen, self.device)
+        self.layout.apply(start.precision, start.memory_format)
         if self.world > 1:
             same_start(self._bare)
         wanted = self.config.ema not in ("host", "off")
         self.average = EMA(self._bare, float(self.config.ema), wide=True) if wanted else None
-        self.session.model_ready(
+        spec = RunSpec(
+            chosen,
+            host,
             self._bare,
             optimizer,
             device=self.device,
             micro_batch=micro_batch or 0,
             size=self.accumulate,
             clip_norm=host_clip_norm,
-            scaler=torch.amp.GradScaler(self.device.type) if Start.of(chosen, self.device).in_fp16 else None,
+            scaler=torch.amp.GradScaler(self.device.type) if start.in_fp16 else None,
             average=self.average,
             dims=dims,
             takes=lambda args: not self._validating or self.config.validate_ == "compiled",
             sync=self.world > 1,
+            say=say,
         )
+        self.session: contract.Session = Session(spec)
         self._step = LoopStep(self.session, self.scheduler, self.world)
         self._tuning = LoopTuning(self.config, self.session, self.layout, Replay(self._bare, self.place), measured)
         if self.world > 1:
-            same_start(self.session.update.beside(self._bare))
+            same_start(self.session.beside_model())
         self._describe()
 
     # -- training ------------------------------------------------------------------------------------------------
@@ -273,21 +277,6 @@ class Accelerated(LoopRun):
         """
         self._tuning.tune(loss, left, shape)
 
-    def plan(self, loss: Callable[[], Tensor], left: float, shape: Iterable[int]) -> None:
-        """The deprecated name of `tune`."""
-        self._outdated("plan", "batches and training_step, or tune")
-        self.tune(loss, left, shape)
-
-    def moved(self, value: Tensor) -> Any:
-        """The deprecated name of `place`."""
-        self._outdated("moved", "place")
-        return self.place(value)
-
-    def _outdated(self, name: str, instead: str) -> None:
-        if name not in self._deprecated:
-            self._deprecated.add(name)
-            warnings.warn(f"Accelerated: {name} is deprecated; use {instead}", DeprecationWarning, stacklevel=3)
-
     # -- settings into facts -------------------------------------------------------------------------------------
 
     def _micro_batches_an_update(self, micro_batch: int | None) -> int:
@@ -301,6 +290,5 @@ class Accelerated(LoopRun):
 
     def _describe(self) -> None:
         report = self.session.report
-        report.versions = versions()
         report.config = self.config.dump()
         report.ema.decay = self.average.decay if self.average is not None else None

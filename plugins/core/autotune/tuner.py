@@ -24,7 +24,7 @@ from plugins.core.autotune.background_compile import BackgroundCompile, CompileF
 from plugins.core.autotune.cached_work import CachedWork
 from plugins.core.autotune.layouts import try_layouts
 from plugins.core.autotune.plan_cache import PlanCache
-from plugins.core.autotune.plan_file import Start, Switch, write_switches
+from plugins.core.autotune.plan_file import Start, Switch
 from plugins.core.autotune.timing import NotFinite, WindowStart
 from plugins.core.compile.decision import (
     CompileOutcome,
@@ -97,11 +97,6 @@ class Tuner:
         return median_high(self._plain) if self._plain else 0.0
 
     # -- at a window's start --------------------------------------------------------------------------------------
-
-    @property
-    def reason(self) -> str:
-        """Why precision and layout are what they are, in words."""
-        return self.outcome.reason
 
     @property
     def measured(self) -> bool:
@@ -281,7 +276,7 @@ class Tuner:
         """Write the plan, its reasons and every candidate's figures into the report."""
         plan = self.plan.eager if self._fell else self.plan
         speed.plan, speed.precision, speed.memory_format = plan.name, plan.precision, plan.memory_format
-        speed.reason = self.reason or self._unmeasured()
+        speed.reason = self.outcome.reason or self._unmeasured()
         speed.candidates = [timing.as_dict() for timing in self.timings]
         speed.switches = [{"update": s.update, "plan": s.plan.name} for s in self.switches]
         facts.break_even_update = self.background.break_even
@@ -305,7 +300,3 @@ class Tuner:
     def end(self) -> None:
         """The run is over: stop what compiles beside it."""
         self.background.end()
-
-    def write(self, folder: Path) -> Path:
-        """The plan with its switches, which `plan=FILE` runs without a trial."""
-        return write_switches(folder, self.start, self.switches)

@@ -1,4 +1,4 @@
-"""Bounded shapes: marking the dimension that varies, and seeing what shapes a run met.
+"""Bounded shapes: marking the dimension that varies, and choosing edges to pad to.
 
 A mark is an attribute of the tensor object that a device copy loses, so it is put on after the transfer and
 outside the compiled region. Three ways, each tried when the one before it failed: a strict mark (one graph for all
@@ -8,7 +8,6 @@ graph a size).
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
@@ -52,23 +51,6 @@ class Marker:
             return False
         self.way = WAYS[at + 1]
         return True
-
-
-class Seen:
-    """The input shapes of a run and how often each came; padding as a fraction of all elements."""
-
-    def __init__(self) -> None:
-        self.shapes: Counter[tuple[int, ...]] = Counter()
-        self.elements = self.padding = 0
-
-    def add(self, shape: Iterable[int], padding: int = 0, elements: int = 0) -> None:
-        self.shapes[tuple(shape)] += 1
-        self.padding += padding
-        self.elements += elements
-
-    @property
-    def padding_fraction(self) -> float | None:
-        return self.padding / self.elements if self.elements else None
 
 
 def _tensors(values: Iterable[Any]) -> Iterable[Tensor]:

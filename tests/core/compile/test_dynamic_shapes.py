@@ -2,10 +2,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 
-from plugins.core.compile.dynamic_shapes import Marker, Seen
+from plugins.core.compile.dynamic_shapes import Marker
 
 
 def marks(tensor: torch.Tensor) -> dict[str, Any]:
@@ -39,12 +38,3 @@ def test_the_ways_in_their_order() -> None:
     assert marks(tensor) == {}
     assert Marker().way == "static"
     assert not Marker().relax()
-
-
-def test_seen_shapes_and_padding() -> None:
-    seen = Seen()
-    assert seen.padding_fraction is None
-    seen.add([2, 4], padding=2, elements=8)
-    seen.add((2, 4), padding=0, elements=8)
-    assert seen.shapes == {(2, 4): 2}
-    assert seen.padding_fraction == pytest.approx(1 / 8)
