@@ -14,6 +14,7 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,7 @@ from plugins.config import AccelConfig
 from plugins.core.autotune import cost_model
 from plugins.core.compile.toolchain import missing_compiler
 from plugins.core.plan import Plan, Timing
+from plugins.core.session import Session
 from plugins.core.system import devices
 from plugins.errors import AccelError
 from plugins.loop import Accelerated
@@ -171,14 +173,15 @@ def plugged(model: nn.Module, batch: Tensor, plan: Plan, folder: str) -> Steps:
     )
     optimizer = torch.optim.AdamW(model.parameters())
     with Accelerated(model, optimizer, say=lambda line: None, config=config) as accel:
-        accel.session.compilation.monitor.progress = None  # `bench` shows what goes on
+        compilation = cast("Session", accel.session).compilation
+        compilation.monitor.progress = None  # `bench` shows what goes on
         while True:
             began = time.perf_counter()
             with accel.forward(batch) as images:
                 loss = model(images).float().square().mean()
             accel.backward(loss, weight=len(batch))
-            if plan.compile != "eager" and not accel.session.compilation.active:
-                raise AccelError(accel.session.compilation.decision.outcome.reason)
+            if plan.compile != "eager" and not compilation.active:
+                raise AccelError(compilation.decision.outcome.reason)
             yield _since(began, batch.device)
 
 

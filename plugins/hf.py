@@ -6,26 +6,21 @@ Composes the core's session with the adapter of the host; holds no host internal
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-from torch import nn
 from transformers import TrainerCallback
 
-from integrations.contract import UnsupportedRun
+from integrations.contract import NewSession, Session, UnsupportedRun
 from integrations.huggingface.adapter import Adapter
 from integrations.huggingface.holding import adding_trainer, find_trainer
 from plugins.config import AccelConfig
 from plugins.core.autotune.plan_file import PlanError, read_switches
-from plugins.core.checkpoint.rng_state import seed_everything
 from plugins.core.compile.compiled_module import CompileRefused
-from plugins.core.session import Session
-from plugins.core.step.batchnorm import reestimate
-from plugins.core.step.ema import EMA
 from plugins.core.step.precision import Unsupported
-from plugins.core.telemetry.report import versions
 from plugins.errors import AccelError
+from plugins.host_tools import host_tools
 
 logger = logging.getLogger("plugins")
 
@@ -118,24 +113,22 @@ class AccelCallback(TrainerCallback):
             return
         self.detach()
         _check_plan(self.config)
-        tools = SimpleNamespace(
-            config=self.config,
-            average=self._average,
-            reestimate=reestimate,
-            seed=seed_everything,
+        tools = host_tools(
+            self.config, "huggingface", logger.warning, ("transformers", "accelerate", "datasets", "peft")
         )
         try:
-            self.adapter = Adapter(trainer, self, self._new_session, tools)
+            self.adapter = Adapter(trainer, self, replace(tools, new_session=self._keeping(tools.new_session)))
         except REFUSALS as error:
             raise AccelError(str(error)) from None
 
-    def _new_session(self) -> Session:
-        self.session = Session(self.config, "huggingface", logger.warning)
-        self.session.report.versions = versions("transformers", "accelerate", "datasets", "peft")
-        return self.session
+    def _keeping(self, new_session: NewSession) -> NewSession:
+        """The run's session stays here when the run is over: for its report."""
 
-    def _average(self, model: nn.Module) -> EMA | None:
-        return None if isinstance(self.config.ema, str) else EMA(model, self.config.ema)
+        def build(model: Any, optimizer: Any, **built: Any) -> Session:
+            self.session = new_session(model, optimizer, **built)
+            return self.session
+
+        return build
 
 
 def _check_plan(config: AccelConfig) -> None:

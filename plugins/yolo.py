@@ -31,40 +31,35 @@ def start(trainer: Any, options: Mapping[str, Any] | None = None) -> None:
     from integrations.contract import UnsupportedRun
     from integrations.ultralytics.adapter import Adapter
     from integrations.ultralytics.checkpointing import find_state
+    from plugins.core import checkpoint
     from plugins.core.autotune.plan_file import PlanError
     from plugins.core.compile.compiled_module import CompileRefused
-    from plugins.core.session import Session
     from plugins.core.step import precision
-    from plugins.core.telemetry.report import versions
+    from plugins.host_tools import host_tools
 
     damaged = ""
     try:
-        state = find_state(trainer, Session.files)
-    except Session.files.DamagedState as error:
+        state = find_state(trainer, checkpoint)
+    except checkpoint.DamagedState as error:
         state, damaged = None, f"{error}; "
     given = AccelConfig(**(options or {})).given()
     kept = dict((state or {}).get("config", {}))
     if {"accumulate", "effective_batch"} & given.keys():  # one replaces the other
         kept = {k: v for k, v in kept.items() if k not in ("accumulate", "effective_batch")}
     config = AccelConfig(**{**kept, **given})
-    session = Session(config, HOST, say=_log.warning)
-    session.report.versions = versions("ultralytics", "torchvision")
-    if trainer.resume:
-        if state is None:
-            why = damaged or "no extra state lies beside this checkpoint: "
-            session.warn(f"{why}resuming from the averaged weights, as the host")
-        else:
-            _log.info(f"accel: resuming live weights, optimizer, window and random state; settings {config.given()}")
     check(config, {})
+    if state is not None:
+        _log.info(f"accel: resuming live weights, optimizer, window and random state; settings {config.given()}")
+    adapter = Adapter(trainer, host_tools(config, HOST, _log.warning, ("ultralytics", "torchvision")))
     try:
-        adapter = Adapter(trainer, session)
         with adapter.released_on_error():
             adapter.hold(state)
-    except BaseException as error:
-        session.end()
-        if isinstance(error, (UnsupportedRun, CompileRefused, precision.Unsupported, PlanError)):
-            raise AccelError(str(error)) from None
-        raise
+    except (UnsupportedRun, CompileRefused, precision.Unsupported, PlanError) as error:
+        raise AccelError(str(error)) from None
+    session = adapter.session
+    if trainer.resume and state is None:
+        why = damaged or "no extra state lies beside this checkpoint: "
+        session.warn(f"{why}resuming from the averaged weights, as the host")
     trainer.accel = adapter
     facts = session.report.window
     _log.info(

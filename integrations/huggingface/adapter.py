@@ -1,4 +1,5 @@
-"""Everything that is put on a Trainer instance, in one place, and the translation of its events for the seam.
+"""Everything that is put on a Trainer instance, in one place, and the translation of its events into the calls of
+`integrations.contract`.
 
 Two groups of patches. `entry` stays while the callback is in the trainer, because it must be there before
 `train()` or `evaluate()` begins: `train`, `_inner_training_loop`, `_get_dataloader`, `evaluation_loop`. `run` holds
@@ -17,7 +18,7 @@ from typing import Any
 
 import torch
 
-from integrations.contract import UnsupportedRun
+from integrations.contract import HostTools, Session, UnsupportedRun, WeightAverage
 from integrations.huggingface import arguments, evaluation, versions
 from integrations.huggingface.data import Loaders
 from integrations.huggingface.holding import Held, caller_local, of_host
@@ -35,23 +36,22 @@ class Adapter:
 
     Args:
         trainer: the host's; kept weakly, so the callback does not keep it alive.
-        new_session: gives a fresh session for a run.
-        tools: what the plug hands in from the core: `config`, `average(model)` -> EMA or None, `reestimate`,
-            `seed`.
+        callback: the plug's; kept weakly.
+        tools: what the plug hands in from the core.
     """
 
-    def __init__(self, trainer: Any, callback: Any, new_session: Callable[[], Any], tools: Any) -> None:
+    def __init__(self, trainer: Any, callback: Any, tools: HostTools) -> None:
         self._late = caller_local(trainer, "_inner_training_loop", "train_dataloader") is not None
         self._late_loader: Any = None
         self._trainer = weakref.ref(trainer)
         self._callback = weakref.ref(callback)
-        self.new_session, self.tools = new_session, tools
-        self.session: Any = None
-        self.average: Any = None
+        self.tools = tools
+        self.session: Session | None = None  # while a run goes on
+        self.average: WeightAverage | None = None
         self.config = tools.config
         self.entry, self.run = Held(trainer, self._copied), Held(trainer)
         self._on_accelerator = Held(trainer.accelerator)
-        self.starting = Starting(trainer, self.config, tools.seed, self._say, self.end)
+        self.starting = Starting(trainer, self.config, tools.files.seed_everything, self._say, self.end)
         self.on_model: list[Held] = []  # others on its config and its wrapper
         self.losses = Losses(trainer, self.config.normalise == "exact", self._approximate)
         compiled = self.config.validate_ == "compiled"
@@ -133,20 +133,16 @@ class Adapter:
         trainer = self.trainer
         if self.session is not None:
             self.end(report=False)
-        self.session = session = self.new_session()
         model, args = trainer.accelerator.unwrap_model(trainer.model), trainer.args
         self.losses = Losses(trainer, self.config.normalise == "exact", self._approximate)
-        self.losses.session = session
         self.average = self.tools.average(model)
         self.layout = Layout(trainer, model, trainer.compute_loss)
-        self.windows = Windows(trainer, session, self.losses, self.layout, self.config.batchnorm == "precise")
-        saving = Saving(trainer, session, self.average, self._averaged)
-        self._install_run(saving)
         self.on_model = [Held(model)]
         if self.config.compile != "off":
             self._prepare_for_compile(model)
-        self.layout.apply(*session.start_plan(args.device))
-        session.model_ready(
+        start = self.tools.start(args.device)
+        self.layout.apply(start.precision, start.memory_format)
+        self.session = self.losses.session = session = self.tools.new_session(
             model,
             _bare(trainer.optimizer),
             device=args.device,
@@ -159,18 +155,21 @@ class Adapter:
             takes=self._takes(model),
             uncompilable="torch_compile=True: the host compiles" if args.torch_compile else "",
         )
+        self.windows = Windows(trainer, session, self.losses, self.layout, self.config.batchnorm == "precise")
+        saving = Saving(trainer, session, self.average, self._averaged)
+        self._install_run(saving)
         if args.device.type != "cpu" and self.config.compile != "off":
             self._zero_as(session)
-        self._facts()
+        self._facts(session)
         resumed = caller_local(trainer, "_inner_training_loop", "resume_from_checkpoint")
         if resumed:
             saving.resume(Path(resumed))
 
-    def _zero_as(self, session: Any) -> None:
+    def _zero_as(self, session: Session) -> None:
         """The host drops gradients after every step; while CUDA graphs run they are zeroed in place instead."""
 
         def zero_grad(original: Callable[..., Any], set_to_none: bool = True) -> None:
-            original(set_to_none and not session.update.keep_gradients())
+            original(set_to_none and not session.keeps_gradients)
 
         self.on_model.append(Held(self.trainer.model_wrapped))
         self.on_model[-1].method("zero_grad", zero_grad)
@@ -197,33 +196,32 @@ class Adapter:
         compiled = self.config.validate_ == "compiled"
         return lambda _: not self._generating and (model.training or (self._evaluating and compiled))
 
-    def _facts(self) -> None:
-        report, loaders = self.session.report, self.loaders
+    def _facts(self, session: Session) -> None:
+        report, loaders = session.report, self.loaders
         report.shapes.buckets = list(loaders.edges)
         report.ema.decay = getattr(self.average, "decay", None)
         for kind, text in self._told:
-            getattr(self.session, kind)(text)
+            getattr(session, kind)(text)
         self._told.clear()
         if self.trainer.args.torch_compile:
-            self.session.warn("torch_compile=True: the host compiles; the plug leaves compiling to it")
+            session.warn("torch_compile=True: the host compiles; the plug leaves compiling to it")
 
     def end(self, report: bool = True) -> None:
         """The end of a run, also on an exception: undo, and write the report. Safe to call twice."""
         session, self.session = self.session, None
         trainer = self.trainer
-        if session is not None:
-            session.report.shapes.buckets = list(self.loaders.edges)
         self.run.undo()
         self._on_accelerator.undo()
         self.starting.arguments.undo()
-        if session is None:
-            return
-        folder = Path(trainer.args.output_dir) if report and trainer.args.should_save else None
-        session.end(folder)
-        self.layout.undo()
+        if session is not None:
+            session.report.shapes.buckets = list(self.loaders.edges)
+            folder = Path(trainer.args.output_dir) if report and trainer.args.should_save else None
+            session.end(folder)
+        if self.layout is not None:
+            self.layout.undo()
         for held in self.on_model:
             held.undo()
-        self.average = None
+        self.layout, self.on_model, self.average = None, [], None
         self._late, self._late_loader = False, None
 
     def finish(self) -> None:
@@ -244,7 +242,8 @@ class Adapter:
         if late and of_host(self.trainer.get_train_dataloader):  # a user's own is not asked a second time
             # The callback came after the host had built its loader; with buckets an epoch has as many steps.
             self._late_loader = self.trainer.get_train_dataloader()
-            self._facts()
+            if self.session is not None:
+                self._facts(self.session)
         if self._late_loader is not None and self.loaders.builds:
             kwargs["train_dataloader"] = self._late_loader
         self.loaders.set_epoch(kwargs.get("epoch", 0))

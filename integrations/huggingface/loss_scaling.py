@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from integrations.contract import Session
 from integrations.huggingface import counting, observing
 from integrations.huggingface.counting import SUM, Counting
 from integrations.huggingface.evaluation_loss import EvaluationLoss
@@ -59,7 +60,7 @@ class Losses:
         self.trainer, self.exact, self.approximate = trainer, exact, approximate
         self.rule: Counting | None = None  # of a library's head
         self.finding = Finding.OPEN if exact else Finding.HOST
-        self.session: Any = None
+        self.session: Session | None = None
         self.scaling = Scaling(
             trainer, lambda: approximate("training_step scales the loss by a factor of its own, which stays")
         )
@@ -176,6 +177,7 @@ class Losses:
         """A library's head: a mean over `count` terms, or a sum over samples, whose log is told a sample."""
         if rule.kind == SUM:
             return Share(float(ranks()), ranks() / max(self._window.totals[SUM], 1))
+        assert self.session is not None  # only a run's window has shares
         weight = float(self.session.mean(count))
         return Share(weight, weight)
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from integrations.contract import RunState, Session, WeightAverage
 from integrations.huggingface import checkpointing, versions
 from integrations.huggingface.holding import Held, of_host
 
@@ -17,11 +18,13 @@ class Saving:
 
     Args:
         trainer: the host's.
-        session: the run's state, and words.
+        session: of the run.
         average: the EMA, or None.
     """
 
-    def __init__(self, trainer: Any, session: Any, average: Any, swapped: Callable[[], Any]) -> None:
+    def __init__(
+        self, trainer: Any, session: Session, average: WeightAverage | None, swapped: Callable[[], Any]
+    ) -> None:
         self.trainer, self.session, self.average, self.swapped = trainer, session, average, swapped
 
     def save_model(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -78,7 +81,7 @@ class Saving:
             folder / checkpointing.STATE,
         )
 
-    def _run_state(self) -> Any:
+    def _run_state(self) -> RunState:
         """Without what the host's own files hold: the averaged weights are the model's in them."""
         return self.session.run_state().without("config", "model", "optimizer", "scaler", "average", "random")
 

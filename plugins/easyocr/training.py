@@ -74,7 +74,7 @@ class Run:
         widths = self.prepared.lines.widths()
         widest = max(widths)
         if config.buckets == "auto":
-            compiled = self.accel.session.tuner.may_compile
+            compiled = self.accel.session.may_compile
             most = max(1, config.recompile_budget - ROOM) if compiled else MOST_BUCKETS
             return choose_edges(widths, most, WIDTH_STEP)
         if config.buckets == "off":
@@ -151,7 +151,7 @@ class Run:
                     self._validate(board)
                     if settings.patience and self.at.stale >= settings.patience:
                         return "patience"
-                if accel.session.metrics.none_finite(DIVERGED):
+                if accel.session.none_finite(DIVERGED):
                     return "diverged"
                 if accel.updates >= settings.num_iter:
                     break  # before another batch is waited for

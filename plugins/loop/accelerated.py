@@ -34,18 +34,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from integrations.contract import UnsupportedRun, micro_batches
+from integrations import contract
+from integrations.contract import Outcome, UnsupportedRun, micro_batches
 from integrations.precision_layout import LoopLayout
 from plugins.config import AccelConfig
 from plugins.core import checkpoint
 from plugins.core.autotune.plan_file import PlanError, Start
 from plugins.core.compile.compiled_module import CompileRefused
-from plugins.core.session import Session
+from plugins.core.session import RunSpec, Session
 from plugins.core.step import precision
 from plugins.core.step.ema import EMA
-from plugins.core.step.update import Outcome
 from plugins.core.system.distributed import same_start
-from plugins.core.telemetry.report import versions
 from plugins.errors import AccelError
 from plugins.loop import nested
 from plugins.loop.checks import bare_module, check_model, check_optimizer, check_schedule
@@ -116,33 +115,37 @@ class Accelerated(LoopRun):
         measured = bool(tunes or planned) and may_measure(self.config)
         from_file = isinstance(self.config.plan, Path)  # which says everything
         chosen = self.config if measured or from_file else by_rule(self.config, self._bare, self.device)
-        self.session = Session(chosen, host, say)
         self.layout = LoopLayout(self._bare, self.device)
         try:
-            self.layout.apply(*self.session.start_plan(self.device))
+            start = Start.of(chosen, self.device)
+            self.layout.apply(start.precision, start.memory_format)
             if self.world > 1:
                 same_start(self._bare)
             wanted = self.config.ema not in ("host", "off")
             self.average = EMA(self._bare, float(self.config.ema), wide=True) if wanted else None
-            self.session.model_ready(
+            spec = RunSpec(
+                chosen,
+                host,
                 self._bare,
                 optimizer,
                 device=self.device,
                 micro_batch=micro_batch or 0,
                 size=self.accumulate,
                 clip_norm=host_clip_norm,
-                scaler=torch.amp.GradScaler(self.device.type) if Start.of(chosen, self.device).in_fp16 else None,
+                scaler=torch.amp.GradScaler(self.device.type) if start.in_fp16 else None,
                 average=self.average,
                 dims=dims,
                 takes=lambda args: not self._validating or self.config.validate_ == "compiled",
                 sync=self.world > 1,
+                say=say,
             )
+            self.session: contract.Session = Session(spec)
         except (CompileRefused, PlanError, precision.Unsupported) as error:
             raise AccelError(str(error)) from None
         self._step = LoopStep(self.session, self.scheduler, self.world)
         self._tuning = LoopTuning(self.config, self.session, self.layout, Replay(self._bare, self.place), measured)
         if self.world > 1:
-            same_start(self.session.update.beside(self._bare))
+            same_start(self.session.beside_model())
         self._describe()
 
     # -- training ------------------------------------------------------------------------------------------------
@@ -308,6 +311,5 @@ class Accelerated(LoopRun):
 
     def _describe(self) -> None:
         report = self.session.report
-        report.versions = versions()
         report.config = self.config.dump()
         report.ema.decay = self.average.decay if self.average is not None else None

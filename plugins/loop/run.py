@@ -14,11 +14,10 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Self
 
+from integrations.contract import Outcome, Session
 from plugins.core import checkpoint
 from plugins.core.checkpoint import loop_checkpoint
-from plugins.core.session import Session
 from plugins.core.step.ema import EMA
-from plugins.core.step.update import Outcome
 from plugins.loop.micro_batches import LoopStep
 from plugins.loop.tuning import LoopTuning
 
@@ -66,7 +65,7 @@ class LoopRun(ABC):
     def train(self, mode: bool = True) -> None:
         """Training mode; BatchNorm layers that the settings freeze stay in eval mode."""
         self.model.train(mode)
-        self.session.statistics.apply(self.accumulate)
+        self.session.training_mode()
 
     def weights(self) -> dict[str, Tensor]:
         """What to ship: the averaged weights where there is an EMA, else the live ones; the model's own names."""

@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from integrations.contract import Session
 from plugins.config import AccelConfig
 from plugins.core.autotune.plan_file import Start
-from plugins.core.session import Session
 from plugins.core.step import precision
 from plugins.errors import AccelError
 from plugins.loop import nested
@@ -73,9 +73,9 @@ class LoopTuning:
         if not self.measured:
             return
         first = next(nested.tensors(batch), None)
-        if first is not None and self.session.window.empty and self.session.tuner.waits:
+        if first is not None and self.session.window.empty and self.session.waits:
             self.session.plan_window(self.layout.at(self.replay.loss), self._left, first.shape)
-        if self.session.tuner.state == "done":
+        if self.session.measured:
             self.replay.forget()
 
     def noting(self) -> AbstractContextManager[None]:
@@ -84,18 +84,18 @@ class LoopTuning:
 
     @property
     def _notes(self) -> bool:
-        return self.measured and self.session.tuner.state == "timing" and not self.session.compilation.active
+        return self.measured and self.session.timing
 
     def after(self) -> None:
         """After a forward: without a call of the model there is nothing to try."""
         if self._notes and not self.replay.calls:
-            self.session.tuner.measure_nothing("the loss function does not call the model itself")
+            self.session.measure_nothing("the loss function does not call the model itself")
 
     def tune(self, loss: Callable[[], Tensor], left: float, shape: Iterable[int]) -> None:
         """See `Accelerated.tune`."""
         if not isinstance(left, Real) or math.isnan(left):
             raise AccelError(f"plan: left={left!r}: expected the micro-batches still to come, or math.inf")
-        if self.session.window.empty and self.session.tuner.waits:
+        if self.session.window.empty and self.session.waits:
             trial = self.layout.at(partial(_checked, loss))
             self.session.plan_window(trial, int(max(min(left, ENDLESS), 0)), shape)
 

@@ -23,6 +23,7 @@ from pydantic import Field, NonNegativeInt, field_validator
 from torch import nn
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
+from plugins.config import AccelConfig
 from plugins.core.autotune.background_compile import CompileFindings
 from plugins.core.autotune.json_record import AnyPlan, Record
 from plugins.core.checkpoint.atomic_file import write_atomically
@@ -135,6 +136,14 @@ class PlanCache:
         self.folder, self.warn = Path(folder), warn
         self.plans, self.inductor = self.folder / "plans", self.folder / "inductor"
         self._told = False
+
+    @classmethod
+    def of(cls, config: AccelConfig, warn: Callable[[str], None]) -> PlanCache:
+        """The folder that the settings name, for the compiler too where something may be compiled."""
+        cache = cls(default_folder() if config.cache_dir == "auto" else Path(config.cache_dir), warn)
+        if config.compile != "off":
+            cache.use_for_compiler()
+        return cache
 
     # -- a run's own ----------------------------------------------------------------------------------------------
 

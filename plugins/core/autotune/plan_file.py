@@ -60,6 +60,16 @@ class Start:
     switches: tuple[Switch, ...] = ()
 
     @property
+    def precision(self) -> str:
+        """To begin with: `host`, `fp32`, `bf16` or `fp16`."""
+        return self.plan.precision
+
+    @property
+    def memory_format(self) -> str:
+        """To begin with: `host` or `channels_last`."""
+        return self.plan.memory_format
+
+    @property
     def in_fp16(self) -> bool:
         """Whether it runs in fp16, now or later: gradients then need a scale."""
         return any(plan.precision == "fp16" for plan in (self.plan, *(switch.plan for switch in self.switches)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -114,8 +115,19 @@ class Recorder:
 
     # -- at the end -----------------------------------------------------------------------------------------------
 
-    def sum_up(self) -> None:
+    def sum_up(self, peaks: Peaks, kept: str, average: Any) -> None:
+        """Write the run's figures into the report.
+
+        Args:
+            peaks: of memory.
+            kept: what is kept of freed memory, or empty.
+            average: of the weights, or None.
+        """
         report = self.report
         self.metrics.sum_up(report.speed, report.shapes, report.gradients)
         if advice := self.metrics.advice():
             self.warn(advice)
+        report.memory.allocator = kept or "host"
+        report.memory.first_step_peak_gib, report.memory.steady_peak_gib = peaks.first_gib, peaks.steady_gib
+        if average is not None:
+            report.ema.updates = int(getattr(average, "updates", 0))

@@ -71,7 +71,7 @@ class StepMetrics:
         last = self.series.norms[-count:]
         return len(last) == count and not any(map(math.isfinite, last))
 
-    def shape(self, shape: Iterable[int], padding: int) -> None:
+    def shape(self, shape: Iterable[int], padding: int = 0) -> None:
         sizes = tuple(shape)
         self.seen.add(sizes, padding, math.prod(sizes))
         self._elements += math.prod(sizes)

@@ -221,7 +221,7 @@ def test_a_trial_leaves_no_gradient_on_a_criterions_parameters(clock: Clock, kee
     host.optimizer.add_param_group({"params": [own]})
     held = host.session()
     held.update.keep_gradients = lambda: keep
-    with held.untouched():
+    with held.guard.untouched():
         own.square().backward()
     assert (own.grad == 0) if keep else own.grad is None
     held.end()
