@@ -74,6 +74,7 @@ TABLE = (
     Symbol("ultralytics.engine.model:Model.callbacks"),
     Symbol("ultralytics.cfg:entrypoint"),
     Symbol("ultralytics.cfg:merge_equals_args"),
+    Symbol("ultralytics.nn.tasks:YOLOEModel"),
     Symbol("ultralytics.nn.tasks:BaseModel.loss"),
     Symbol("ultralytics.nn.tasks:DetectionModel.init_criterion"),
     Symbol("ultralytics.utils:RANK"),

@@ -36,18 +36,18 @@ def decomposed(text):
         (decomposed("ü\u200b"), "ü", "ü"),
     ],
 )
-def test_a_label_takes_the_unicode_form_of_its_set(typed, characters, findings):
-    assert spelt(typed, characters)[0] == findings
+def test_a_label_takes_the_unicode_form_of_its_set(typed, characters, learnt):
+    assert spelt(typed, characters)[0] == learnt
 
 
 def test_every_change_is_told_with_an_example():
-    for typed, characters, findings, told in [
+    for typed, characters, learnt, told in [
         (decomposed("Tür"), LATIN + "ü", "Tür", r"1 labels brought into the Unicode form .* 'Tu\u0308r'"),
         ("Sum\u00a012\t3", LATIN, "Sum 12 3", r"'Sum\xa012\t3': trained as plain spaces"),
         ("a\ufeffb\u200bc\u00ad", LATIN, "abc", r"1 labels with invisible characters, such as 'a\ufeffb\u200bc\xad'"),
     ]:
         label, notes = spelt(typed, characters)
-        assert label == findings
+        assert label == learnt
         assert all(part in notes for part in told.split(" .* ")), notes
     assert spelt("as written: 0012", LATIN + ":") == ("as written: 0012", "")
 

@@ -122,7 +122,7 @@ def test_a_new_file_has_the_mode_of_an_ordinary_write(tmp_path: Path) -> None:
 WRITER = """
 import io, sys, torch
 from pathlib import Path
-from plugins.core.checkpoint import AtomicPath, drop_beside, save_beside
+from plugins.core.checkpoint import AtomicPath, drop_sidecars, save_sidecar
 torch.set_num_threads(1)
 path = AtomicPath(sys.argv[1])
 n = 0
@@ -130,9 +130,9 @@ while True:
     n += 1
     buffer = io.BytesIO()
     torch.save({"n": n, "weights": torch.full((50_000,), float(n))}, buffer)
-    extra = save_beside(path, buffer.getbuffer(), {"n": n})
+    extra = save_sidecar(path, buffer.getbuffer(), {"n": n})
     path.write_bytes(buffer.getbuffer())
-    drop_beside(path, keep=extra)
+    drop_sidecars(path, keep=extra)
     print(n, flush=True)
 """
 
