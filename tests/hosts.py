@@ -224,7 +224,47 @@ def easyocr(
     return Ran(report_in(result.folder), weights_of(held[0].model))
 
 
-RUNS: dict[str, Run] = {"loop": loop, "huggingface": huggingface, "ultralytics": ultralytics, "easyocr": easyocr}
+def lightning(
+    folder: Path,
+    micro_batches: int,
+    nan: int | None = None,
+    stop: int | None = None,
+    resume: Path | None = None,
+    **options: Any,
+) -> Ran:
+    """An epoch has 3 micro-batches, and its end closes a window; saved at its end."""
+    from lightning.pytorch import Callback
+    from lightning.pytorch.callbacks import ModelCheckpoint
+    from torch.utils.data import DataLoader, TensorDataset
+
+    from plugins.lightning import AccelLightning
+    from tests.lightning.runs import Module, trainer
+
+    class Ends(Callback):
+        def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+            if stop is not None and trainer.global_step >= stop:
+                raise Killed
+
+    draw, module = torch.Generator().manual_seed(1), Module()
+    data = TensorDataset(torch.randn(3 * BATCH, 3, generator=draw), torch.randn(3 * BATCH, 2, generator=draw))
+    poison(module, nan)
+    saving = ModelCheckpoint(dirpath=folder, filename="last")
+    made = trainer(
+        folder, Ends(), saving, AccelLightning(**{**COMMON, **options}), max_epochs=micro_batches // 3,
+        enable_checkpointing=True,
+    )  # fmt: skip
+    batches = DataLoader(data, batch_size=BATCH)
+    made.fit(module, batches, batches, ckpt_path=resume / "last.ckpt" if resume is not None else None)
+    return Ran(report_in(folder), weights_of(module))
+
+
+RUNS: dict[str, Run] = {
+    "loop": loop,
+    "huggingface": huggingface,
+    "ultralytics": ultralytics,
+    "easyocr": easyocr,
+    "lightning": lightning,
+}
 
 
 @contextmanager

@@ -11,14 +11,15 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-HOSTS = {"ultralytics", "transformers", "accelerate", "datasets", "easyocr"}
+HOSTS = {"ultralytics", "transformers", "accelerate", "datasets", "easyocr", "lightning"}
 # What a plug's host is made of: the folder's name is the plug's.
 OWN = {
     "ultralytics": {"ultralytics"},
     "huggingface": {"transformers", "accelerate", "datasets"},
     "easyocr": {"easyocr", "datasets"},
+    "lightning": {"lightning"},
 }
-FOLDER_OF_PLUG = {"yolo": "ultralytics", "hf": "huggingface", "easyocr": "easyocr"}
+FOLDER_OF_PLUG = {"yolo": "ultralytics", "hf": "huggingface", "easyocr": "easyocr", "lightning": "lightning"}
 LONGEST = {"plugins": 400, "integrations": 300}  # lines
 SOURCES = sorted(p for room in ("plugins", "integrations") for p in (ROOT / room).rglob("*.py"))
 
@@ -106,7 +107,9 @@ def test_a_plug_may_be_a_folder() -> None:
 @pytest.mark.parametrize("path", PLUGS, ids=ids)
 def test_a_plug_holds_no_host_and_takes_its_own_integration_only(path: Path) -> None:
     own = FOLDER_OF_PLUG.get(plug_of(path))
-    allowed = {"transformers"} if own == "huggingface" else set()  # a callback is a subclass of the host's own
+    allowed = {"huggingface": {"transformers"}, "lightning": {"lightning"}}.get(
+        own, set()
+    )  # a callback is a subclass of the host's own
     assert tops(path) & HOSTS <= allowed
     rooms = {n.split(".")[1] for n in imported(path) if n.startswith("integrations.")} & set(OWN)
     if plug_of(path) not in ("cli",):
