@@ -26,14 +26,9 @@ from integrations.patches import Patches
 from integrations.refusal import UnsupportedRun
 from integrations.shared.batch_size import micro_batches_per_update
 
-ENDLESS = 100_000
-"""Micro-batches that a fit without an end is taken to have left."""
-
-KEY = "accel"
-"""Of what we add to the host's checkpoint."""
-
-OWN_FIELDS = ("model", "optimizer", "scaler")
-"""Of the run's state, what Lightning's own checkpoint holds."""
+ENDLESS = 100_000  # micro-batches that a fit without an end is taken to have left
+KEY = "accel"  # of what we add to the checkpoint
+OWN_FIELDS = ("model", "optimizer", "scaler")  # of the run's state: in the host's own checkpoint
 
 
 class Adapter:
