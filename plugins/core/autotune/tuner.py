@@ -96,8 +96,6 @@ class Tuner:
         """Median seconds of one of the run's own micro-batches, lately; 0 where none was timed."""
         return median_high(self._plain) if self._plain else 0.0
 
-    # -- at a window's start --------------------------------------------------------------------------------------
-
     @property
     def measured(self) -> bool:
         """Whether nothing is tried any more."""
