@@ -46,6 +46,9 @@ FIT = 'from plugins.easyocr import fit\n\nresult = fit("my_lines.yaml")'
 
 # First words of a snippet -> (how it is tried, a file or a reason). The longest match counts.
 TABLE: dict[str, tuple[Run, str]] = {
+    # Lightning
+    "from lightning.pytorch import Trainer": (Run.ELSEWHERE, "tests/lightning/test_adapter.py"),
+    "AccelLightning(weight=lambda batch: count)": (Run.ELSEWHERE, "tests/lightning/test_adapter.py"),
     # Ultralytics
     "yolo train model=yolov8n.pt": (Run.COMMAND, ""),
     "yolo train resume": (Run.COMMAND, ""),

@@ -32,22 +32,20 @@ class Layout(precision_layout.Layout):
             yield
 
     def loss(self) -> Tensor:
+        """Forward and loss of the batch at hand, on a copy of which the module and the trainer see nothing."""
         batch, index = self._batch
         with self._train_step_context():
-            output = _unseen(self.model).training_step(batch, index)
+            output = _unseen(self.model, self.trainer).training_step(batch, index)
         return output["loss"] if isinstance(output, dict) else output
 
 
-def _unseen(module: Any) -> Any:
-    """A stand-in that shares the module's weights; what it logs, sets or counts stays with it."""
-    twin = copy.copy(module)
-    twin.__dict__["_modules"] = {
-        name: copy.deepcopy(child) if _is_metric(child) else child for name, child in module._modules.items()
-    }
+def _unseen(module: Any, trainer: Any) -> Any:
+    """A copy with the module's own weights and compiled code: what it logs, counts or keeps stays with it."""
+    shared = {id(held): held for held in (trainer, *module.parameters())}
+    twin = copy.deepcopy(module, shared)
+    for live, copied in zip(module.modules(), twin.modules(), strict=True):
+        if (compiled := vars(live).get("_compiled_call_impl")) is not None:
+            vars(copied)["_compiled_call_impl"] = compiled
     for name in ("log", "log_dict", "print"):
-        twin.__dict__[name] = lambda *args, **kwargs: None
+        vars(twin)[name] = lambda *args, **kwargs: None
     return twin
-
-
-def _is_metric(child: Any) -> bool:
-    return any(base.__module__.startswith("torchmetrics") for base in type(child).__mro__)

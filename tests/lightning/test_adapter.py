@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch import nn
 
 from plugins.errors import AccelError
@@ -205,3 +205,26 @@ def test_evaluation_and_prediction_do_not_need_the_plug(tmp_path: Path) -> None:
     made = trainer(tmp_path, AccelLightning(ema=0.5))
     made.validate(Module(), loader(4), verbose=False)
     assert not (tmp_path / "accel_report.json").exists()
+
+
+def test_a_trial_sees_the_weights_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    class Keeps(Module):
+        def training_step(self, batch: Any, index: int) -> Any:
+            loss = super().training_step(batch, index)
+            self.seen.append(float(loss))
+            return loss
+
+    module, found = Keeps(norm=True), list[torch.Tensor]()
+
+    class Tries(Callback):
+        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+            plug = next(c for c in trainer.callbacks if isinstance(c, AccelLightning))
+            layout = plug._of_fit.layout.at((batch, batch_idx))
+            before = weights(pl_module), pl_module.steps, len(pl_module.seen), dict(trainer.logged_metrics)
+            found.append(layout.loss())
+            assert off(weights(pl_module), before[0]) == 0
+            assert (pl_module.steps, len(pl_module.seen), dict(trainer.logged_metrics)) == before[1:]
+
+    trainer(tmp_path, AccelLightning(), Tries(), max_epochs=1).fit(module, loader(4))
+    assert [float(loss) for loss in found] == module.seen
+    assert found[0].requires_grad
