@@ -14,6 +14,7 @@ from integrations.huggingface.counting import SUM
 from integrations.huggingface.evidence import Evidence, over_ranks, ranks
 from integrations.huggingface.finding import tolerance
 from integrations.huggingface.following import Trace, follow
+from integrations.huggingface.holding import of_library
 from integrations.huggingface.observing import OF_THE_HOST, RULES, Seen, Way, watching
 from integrations.huggingface.probing import invisible_copy, take_rows
 
@@ -36,6 +37,8 @@ class EvaluationLoss:
     def begin(self) -> None:
         """An evaluation begins."""
         self._sum, self._terms, self._asked = 0.0, 0, False
+        self._latest: Tensor | None = None  # what `compute_loss` gave last
+        self._own = 0  # losses that a prediction step of the user's own made in another way
         self._evidence: Evidence | None = None
         self._totals = [[0.0, 0.0] for _ in RULES]  # sum and terms by each rule of a loss that the user wrote
 
@@ -58,7 +61,9 @@ class EvaluationLoss:
         if self.losses.weighs:
             kwargs["num_items_in_batch"] = None
         if not self.losses.observes:
-            return original(model, inputs, *args, **kwargs)
+            found = original(model, inputs, *args, **kwargs)
+            self._latest = (found[0] if isinstance(found, tuple) else found).detach()
+            return found
         with self.watched(model, inputs, args, kwargs) as seen:
             found = original(model, inputs, *args, **kwargs)
         self._add_seen(found[0] if isinstance(found, tuple) else found, seen)
@@ -73,12 +78,19 @@ class EvaluationLoss:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """The host's prediction step; adds the loss of a library's head to the evaluation's sum."""
+        """The host's prediction step; adds the loss of a library's head to the evaluation's sum.
+
+        A prediction step of the user's own may give something else as its loss, which then stays.
+        """
         self.losses.find_rule([inputs], compute_loss)
         batch = dict(inputs) if isinstance(inputs, counting.Mapping) else {}
+        self._latest = None
         loss, logits, labels = original(model, inputs, *args, **kwargs)
         if loss is not None and self.losses.weighs:
-            loss = self._add(loss, batch, compute_loss)
+            if of_library(original) or (self._latest is not None and bool((loss == self._latest.mean()).all())):
+                loss = self._add(loss, batch, compute_loss)
+            else:
+                self._asked, self._own = True, self._own + 1
         return loss, logits, labels
 
     def _add(self, loss: Tensor, batch: dict[str, Any], compute_loss: Callable[..., Any]) -> Tensor:
@@ -133,7 +145,9 @@ class EvaluationLoss:
         if not self._asked:
             return None
         if self.losses.weighs:
-            total, terms = over_ranks([self._sum, float(self._terms)], device)
+            total, terms, own = over_ranks([self._sum, float(self._terms), float(self._own)], device)
+            if own:
+                return None
             return total / terms if terms else float("nan")
         if self._evidence is None:
             return None
