@@ -20,7 +20,7 @@ from plugins.config import AccelConfig
 from plugins.core import checkpoint
 from plugins.core.autotune.plan_cache import PlanCache, default_folder
 from plugins.core.autotune.plan_file import Start
-from plugins.core.autotune.timing import Trial, WindowStart, buffers_kept
+from plugins.core.autotune.timing import Trial, WindowStart, attributes_kept, buffers_kept
 from plugins.core.autotune.tuner import Tuner
 from plugins.core.checkpoint.run_state import RunState
 from plugins.core.compile.compiled_module import CompiledModule
@@ -152,14 +152,14 @@ class Session:
 
     @contextmanager
     def untouched(self) -> Iterator[None]:
-        """What runs inside leaves no trace: window, buffers, gradients, random state.
+        """What runs inside leaves no trace: window, buffers, plain attributes, gradients, random state.
 
         Those of the model and its optimizer, and the global generators. What a model or a loss keeps elsewhere is not
-        known here, and moves with every trial: a criterion's BatchNorm, a generator of its own, a plain attribute.
+        known here, and moves with every trial: a criterion's BatchNorm, a generator of its own, a global list.
         """
         state, self._trying = checkpoint.random_state(), True
         try:
-            with buffers_kept(self.model):
+            with buffers_kept(self.model), attributes_kept(self.model):
                 yield
         finally:
             self._trying = False
