@@ -7,12 +7,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from accelerate.utils import send_to_device
 from torch import Tensor
 
 from integrations.huggingface import counting, observing
 from integrations.huggingface.counting import SUM
 from integrations.huggingface.evidence import Evidence, over_ranks, ranks
-from integrations.huggingface.finding import tolerance
+from integrations.huggingface.finding import own_count, tolerance
 from integrations.huggingface.following import Trace, follow
 from integrations.huggingface.holding import of_library
 from integrations.huggingface.observing import OF_THE_HOST, RULES, Seen, Way, watching
@@ -99,7 +100,7 @@ class EvaluationLoss:
         if valid < rows:
             # The host completes the last step of several ranks with samples that were seen already.
             if valid and (copied := invisible_copy(self._trainer.accelerator.unwrap_model(self._trainer.model))):
-                part = self._trainer._prepare_input(take_rows(batch, 0, valid))
+                part = send_to_device(take_rows(batch, 0, valid), self._trainer.args.device)
                 with torch.no_grad(), torch.random.fork_rng(), self._trainer.accelerator.autocast():
                     loss = compute_loss(copied, part, num_items_in_batch=None).detach().mean()
             batch = take_rows(batch, 0, valid)
@@ -154,6 +155,8 @@ class EvaluationLoss:
         self._evidence.agree(device)
         sums = over_ranks([number for both in self._totals for number in both], device)
         for at, rule in enumerate(RULES):
+            if rule.way is Way.COUNTED and own_count(self._trainer):
+                continue
             if rule in self._evidence.possible and rule.way is not Way.SUM and sums[2 * at + 1]:
                 return sums[2 * at] / sums[2 * at + 1]
         return None

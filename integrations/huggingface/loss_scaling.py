@@ -25,7 +25,7 @@ from integrations.huggingface import counting, observing
 from integrations.huggingface.counting import SUM, Counting
 from integrations.huggingface.evaluation_loss import EvaluationLoss
 from integrations.huggingface.evidence import Evidence, over_ranks, ranks
-from integrations.huggingface.finding import Finding, find_rule, of_the_user, tolerance
+from integrations.huggingface.finding import Finding, find_rule, of_the_user, own_count, tolerance
 from integrations.huggingface.observing import KINDS, Rule, Seen, Way
 from integrations.huggingface.scaling import Scaling, Share, says_scaled
 
@@ -210,7 +210,8 @@ class Losses:
     def _weight(self, rule: Rule, counts: dict[str, int | None]) -> float:
         window = self._window
         if rule.way is Way.COUNTED:  # exact, but for a host that counts labels which the loss does not (GPT-2)
-            return window.number / window.totals[rule.kind] if rule.kind in window.totals else 1.0
+            told = rule.kind in window.totals and not own_count(self.trainer)
+            return window.number / window.totals[rule.kind] if told else 1.0
         if rule.way is Way.SUM:
             return float(ranks())
         divided = (counts[rule.kind] or 0) * (window.micro_batches if rule.way is Way.SHARE else 1)
