@@ -7,6 +7,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 HOST ?= yolo
+PROCESSES ?= auto
 READY := $(VENV)/.ready
 
 export YOLO_OFFLINE := true
@@ -29,7 +30,7 @@ demo: $(READY)
 	$(BIN)/python examples/demo.py $(HOST)
 
 test: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses $(PROCESSES) --dist loadfile
 
 $(OLDEST_READY): pyproject.toml constraints-oldest.txt
 	$(OLDEST_PYTHON) -m venv $(OLDEST)
@@ -40,7 +41,7 @@ test-oldest: export TORCHINDUCTOR_CACHE_DIR := $(CURDIR)/.cache/inductor-oldest
 test-oldest: export YOLO_CONFIG_DIR := $(CURDIR)/.cache/ultralytics-oldest
 test-oldest: $(OLDEST_READY)
 	mkdir -p $(YOLO_CONFIG_DIR)
-	$(OLDEST)/bin/python -m pytest @tests/oldest.txt
+	$(OLDEST)/bin/python -m pytest --numprocesses $(PROCESSES) --dist loadfile @tests/oldest.txt
 
 lint: $(READY)
 	$(BIN)/ruff check .

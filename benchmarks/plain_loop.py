@@ -13,7 +13,7 @@ from torch import Tensor
 from benchmarks.workloads import Blocks
 from plugins import AccelConfig
 from plugins.bench import Gated
-from plugins.core.session import Session
+from plugins.core.session import RunSpec, Session
 
 
 @dataclass(frozen=True)
@@ -61,12 +61,19 @@ class Loop:
 
     def session(self, folder: Path, size: int = 1) -> Session:
         options = {"plan": "off", "compile": "off", "cache_dir": folder / "cache", **self.options}
-        made = Session(AccelConfig(precision=self.precision, **options), "check", say=lambda text: None)
-        made.start_plan(self.device)
-        made.model_ready(
-            self.model, self.optimizer, device=self.device, micro_batch=self.rows, size=size, scaler=self.scaler
+        config = AccelConfig(precision=self.precision, **options)
+        spec = RunSpec(
+            config,
+            "check",
+            self.model,
+            self.optimizer,
+            self.device,
+            micro_batch=self.rows,
+            size=size,
+            scaler=self.scaler,
+            say=lambda text: None,
         )
-        return made
+        return Session(spec)
 
     def micro_batch(self, held: Session, x: Tensor, left: int) -> Any:
         self.x, first = x, held.window.empty

@@ -29,6 +29,7 @@ class Around:
         self._at: int | None = None  # inside a call: which of them is running
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the layers outermost first; a call from inside goes one layer further in."""
         if self._at is not None:
             return self._descend(*args, **kwargs)
         return self.enter(self.around, *args, **kwargs)
@@ -97,6 +98,7 @@ class Patches:
         return value
 
     def undo(self) -> None:
+        """Take everything off, the latest first."""
         while self._put:
             patch = self._put.pop()
             patch.restore()

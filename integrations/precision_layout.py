@@ -16,7 +16,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Layout:
-    """A trial of one model (see `Seam.plan_window`), left in the layout that `apply` named last."""
+    """A trial of one model (see `contract.Session.plan_window`), left in the layout that `apply` named last."""
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self.model, self.device = model, device
@@ -36,6 +36,7 @@ class Layout:
             self.store(torch.channels_last if memory_format == "channels_last" else torch.contiguous_format)
 
     def store(self, order: torch.memory_format) -> None:
+        """Keep the weights in this memory order."""
         self.model.to(memory_format=order)  # type: ignore[call-overload]
 
     def at(self, batch: Any) -> Any:
@@ -91,6 +92,7 @@ class LoopLayout(Layout):
         return self.ordered(value.to(self.device, non_blocking=True))
 
     def loss(self) -> Tensor:
+        """Forward and loss of the batch at hand, in the autocast in force."""
         loss: Callable[[], Tensor] = self._batch
         with self.autocast():
             return loss()

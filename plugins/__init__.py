@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from plugins.config import AccelConfig as AccelConfig
     from plugins.errors import AccelError as AccelError
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = ["AccelCallback", "AccelConfig", "AccelError", "__version__"]
 
 _HOME = {

@@ -14,6 +14,7 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,7 @@ from plugins.config import AccelConfig
 from plugins.core.autotune import cost_model
 from plugins.core.compile.toolchain import missing_compiler
 from plugins.core.plan import Plan, Timing
+from plugins.core.session import Session
 from plugins.core.system import devices
 from plugins.errors import AccelError
 from plugins.loop import Accelerated
@@ -41,6 +43,7 @@ class Residual(nn.Module):
         self.norms = nn.ModuleList(nn.BatchNorm2d(width) for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
+        """[B, C, H, W] -> [B, C, H, W]."""
         y = nn.functional.silu(self.norms[0](self.first(x)))
         return nn.functional.silu(x + self.norms[1](self.second(y)))
 
@@ -53,6 +56,7 @@ class Gated(nn.Module):
         self.norm, self.linear = nn.LayerNorm(width), nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
+        """[B, T, D] -> [B, T, D]."""
         y = self.linear(self.norm(x))
         update, reset = torch.sigmoid(y), nn.functional.hardsigmoid(y)
         for _ in range(2):
@@ -141,8 +145,11 @@ def bench(kind: str, updates: int, compiled: bool, device: torch.device, show: S
 
 
 def plans(model: nn.Module, device: torch.device, compiled: bool) -> list[Plan]:
-    """What a run would try here, whether it gains or not: precisions, layouts, and the compile of repeated blocks, on
-    top of the loop's own and of the most promising one."""
+    """What a run would try here, whether it gains or not.
+
+    Precisions and layouts; and the compile of repeated blocks, on top of the loop's own plan and of the most promising
+    one.
+    """
     eager = [Plan(), *cost_model.layouts(model, device, Plan(), frozenset({"precision", "memory_format"}))]
     return [*eager, *(replace(plan, compile="regional") for plan in eager[:2] if compiled)]
 
@@ -171,14 +178,15 @@ def plugged(model: nn.Module, batch: Tensor, plan: Plan, folder: str) -> Steps:
     )
     optimizer = torch.optim.AdamW(model.parameters())
     with Accelerated(model, optimizer, say=lambda line: None, config=config) as accel:
-        accel.session.compilation.monitor.progress = None  # `bench` shows what goes on
+        compilation = cast("Session", accel.session).compilation
+        compilation.monitor.progress = None  # `bench` shows what goes on
         while True:
             began = time.perf_counter()
             with accel.forward(batch) as images:
                 loss = model(images).float().square().mean()
             accel.backward(loss, weight=len(batch))
-            if plan.compile != "eager" and not accel.session.compilation.active:
-                raise AccelError(accel.session.compilation.decision.outcome.reason)
+            if plan.compile != "eager" and not compilation.active:
+                raise AccelError(compilation.decision.outcome.reason)
             yield _since(began, batch.device)
 
 

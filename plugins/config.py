@@ -68,7 +68,15 @@ def _field(default: Any, allowed: str, description: str) -> Any:
 
 
 class AccelConfig(BaseSettings):
-    """Settings of every plug. Defaults leave the run as its host would run it, made exact and safe."""
+    """Settings of every plug. Defaults leave the run as its host would run it, made exact and safe.
+
+    Args:
+        config: a YAML file of fields; default: the one that `ACCEL_CONFIG` names, or `accel.yaml` where there is one.
+        **options: the fields; they win over the environment, and that over the file.
+
+    Raises:
+        AccelError: an unknown field, a value out of range or two fields that contradict; one line.
+    """
 
     model_config = SettingsConfigDict(
         env_prefix=ENV_PREFIX, extra="forbid", validate_default=False, case_sensitive=False

@@ -6,31 +6,20 @@ Composes the core's session with the adapter of the host; holds no host internal
 from __future__ import annotations
 
 import logging
-from pathlib import Path
-from types import SimpleNamespace
+from dataclasses import replace
 from typing import Any
 
-from torch import nn
 from transformers import TrainerCallback
 
-from integrations.contract import UnsupportedRun
+from integrations.contract import NewSession, Session
 from integrations.huggingface.adapter import Adapter
-from integrations.huggingface.holding import adding_trainer, find_trainer
+from integrations.huggingface.frames import adding_trainer, find_trainer
 from plugins.config import AccelConfig
-from plugins.core.autotune.plan_file import PlanError, read_switches
-from plugins.core.checkpoint.rng_state import seed_everything
-from plugins.core.compile.compiled_module import CompileRefused
-from plugins.core.session import Session
-from plugins.core.step.batchnorm import reestimate
-from plugins.core.step.ema import EMA
-from plugins.core.step.precision import Unsupported
-from plugins.core.telemetry.report import versions
-from plugins.errors import AccelError
+from plugins.core.autotune.plan_file import check_plan_file
+from plugins.errors import AccelError, refusals_as_errors
+from plugins.host_tools import host_tools
 
 logger = logging.getLogger("plugins")
-
-REFUSALS = (UnsupportedRun, CompileRefused, PlanError, Unsupported)
-"""What the core and the adapter refuse, in one line each."""
 
 
 class AccelCallback(TrainerCallback):
@@ -38,7 +27,7 @@ class AccelCallback(TrainerCallback):
 
     Args:
         config: a YAML file of settings, or None for `accel.yaml` where there is one.
-        options: fields of `AccelConfig`; they win over the file and the environment.
+        **options: fields of `AccelConfig`; they win over the file and the environment.
 
     Raises:
         AccelError: an unknown field, a bad value, or a contradiction with TrainingArguments; one line.
@@ -79,10 +68,8 @@ class AccelCallback(TrainerCallback):
         # added as an instance after the trainer was built: no event came before this one
         self.attach(find_trainer())
         assert self.adapter is not None
-        try:
+        with refusals_as_errors():
             self.adapter.begin()
-        except REFUSALS as error:
-            raise AccelError(str(error)) from None
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.adapter is not None:
@@ -117,31 +104,18 @@ class AccelCallback(TrainerCallback):
         if self.adapter is not None and self.adapter.trainer is trainer:
             return
         self.detach()
-        _check_plan(self.config)
-        tools = SimpleNamespace(
-            config=self.config,
-            average=self._average,
-            reestimate=reestimate,
-            seed=seed_everything,
+        check_plan_file(self.config)
+        tools = host_tools(
+            self.config, "huggingface", logger.warning, ("transformers", "accelerate", "datasets", "peft")
         )
-        try:
-            self.adapter = Adapter(trainer, self, self._new_session, tools)
-        except REFUSALS as error:
-            raise AccelError(str(error)) from None
+        with refusals_as_errors():
+            self.adapter = Adapter(trainer, self, replace(tools, new_session=self._keeping(tools.new_session)))
 
-    def _new_session(self) -> Session:
-        self.session = Session(self.config, "huggingface", logger.warning)
-        self.session.report.versions = versions("transformers", "accelerate", "datasets", "peft")
-        return self.session
+    def _keeping(self, new_session: NewSession) -> NewSession:
+        """The run's session stays here when the run is over: for its report."""
 
-    def _average(self, model: nn.Module) -> EMA | None:
-        return None if isinstance(self.config.ema, str) else EMA(model, self.config.ema)
+        def build(model: Any, optimizer: Any, **built: Any) -> Session:
+            self.session = new_session(model, optimizer, **built)
+            return self.session
 
-
-def _check_plan(config: AccelConfig) -> None:
-    """A plan file that cannot be read is refused before the run begins."""
-    if isinstance(config.plan, Path):
-        try:
-            read_switches(config.plan)
-        except PlanError as error:
-            raise AccelError(str(error)) from None
+        return build

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from plugins.config import AccelConfig
-from plugins.errors import AccelError
+from plugins.errors import AccelError, refusals_as_errors
 
 HOST = "ultralytics"
 HOST_BATCH = 16  # of a command that gives none
@@ -28,43 +28,31 @@ def start(trainer: Any, options: Mapping[str, Any] | None = None) -> None:
     """`on_pretrain_routine_end`: take hold of the trainer. Fires on every rank, in worker processes too."""
     if getattr(trainer, "accel", None) is not None:
         return
-    from integrations.contract import UnsupportedRun
     from integrations.ultralytics.adapter import Adapter
     from integrations.ultralytics.checkpointing import find_state
-    from plugins.core.autotune.plan_file import PlanError
-    from plugins.core.compile.compiled_module import CompileRefused
-    from plugins.core.session import Session
-    from plugins.core.step import precision
-    from plugins.core.telemetry.report import versions
+    from plugins.core import checkpoint
+    from plugins.host_tools import host_tools
 
     damaged = ""
     try:
-        state = find_state(trainer, Session.files)
-    except Session.files.DamagedState as error:
+        state = find_state(trainer, checkpoint)
+    except checkpoint.DamagedState as error:
         state, damaged = None, f"{error}; "
     given = AccelConfig(**(options or {})).given()
     kept = dict((state or {}).get("config", {}))
     if {"accumulate", "effective_batch"} & given.keys():  # one replaces the other
         kept = {k: v for k, v in kept.items() if k not in ("accumulate", "effective_batch")}
     config = AccelConfig(**{**kept, **given})
-    session = Session(config, HOST, say=_log.warning)
-    session.report.versions = versions("ultralytics", "torchvision")
-    if trainer.resume:
-        if state is None:
-            why = damaged or "no extra state lies beside this checkpoint: "
-            session.warn(f"{why}resuming from the averaged weights, as the host")
-        else:
-            _log.info(f"accel: resuming live weights, optimizer, window and random state; settings {config.given()}")
     check(config, {})
-    try:
-        adapter = Adapter(trainer, session)
-        with adapter.released_on_error():
-            adapter.hold(state)
-    except BaseException as error:
-        session.end()
-        if isinstance(error, (UnsupportedRun, CompileRefused, precision.Unsupported, PlanError)):
-            raise AccelError(str(error)) from None
-        raise
+    if state is not None:
+        _log.info(f"accel: resuming live weights, optimizer, window and random state; settings {config.given()}")
+    adapter = Adapter(trainer, host_tools(config, HOST, _log.warning, ("ultralytics", "torchvision")))
+    with refusals_as_errors(), adapter.released_on_error():
+        adapter.hold(state)
+    session = adapter.session
+    if trainer.resume and state is None:
+        why = damaged or "no extra state lies beside this checkpoint: "
+        session.warn(f"{why}resuming from the averaged weights, as the host")
     trainer.accel = adapter
     facts = session.report.window
     _log.info(
@@ -92,7 +80,7 @@ def finish(trainer: Any) -> None:
 
 
 def _write_report(trainer: Any, adapter: Any = None) -> Path | None:
-    from integrations.ultralytics.adapter import writes_report
+    from integrations.ultralytics.checkpointing import writes_report
 
     adapter = adapter or getattr(trainer, "accel", None)
     if adapter is None or not writes_report():
@@ -107,6 +95,13 @@ def _write_report(trainer: Any, adapter: Any = None) -> Path | None:
 
 def configure(options: Mapping[str, Any], host_args: Mapping[str, Any] | None = None) -> dict[str, Callback]:
     """Callbacks for these settings, checked against the host's own arguments before anything is written.
+
+    Args:
+        options: fields of AccelConfig.
+        host_args: the arguments of a command, as the host reads them; None where they are not known yet.
+
+    Returns:
+        Event -> function, as the host takes them.
 
     Raises:
         AccelError: one line that names the field, the value and what is allowed.
@@ -138,29 +133,17 @@ def check(config: AccelConfig, host_args: Mapping[str, Any]) -> None:
     if host_args.get("distill_model"):
         raise AccelError("distill_model: not served by plugins.yolo; leave out callbacks=plugins.yolo")
     if isinstance(config.plan, Path):
-        _check_plan(config.plan)
+        from plugins.core.autotune.plan_file import check_plan_file  # late: imports torch
+
+        check_plan_file(config)
     if config.precision == "fp16" and str(host_args.get("device", "")) in ("", "cpu"):
         _check_fp16(str(host_args.get("device", "")))
     batch = host_args.get("batch")
-    if (
-        config.effective_batch != "host"
-        and isinstance(batch, int)
-        and batch > 0
-        and int(config.effective_batch) % batch
-    ):
-        raise AccelError(
-            f"effective_batch={config.effective_batch}: not a multiple of batch={batch}; "
-            f"allowed are {batch}, {2 * batch}, ..."
-        )
+    if config.effective_batch != "host" and isinstance(batch, int) and batch > 0:
+        from integrations.ultralytics.schedule import window_size
 
-
-def _check_plan(path: Path) -> None:
-    from plugins.core.autotune.plan_file import PlanError, read_switches
-
-    try:
-        read_switches(path)
-    except PlanError as error:
-        raise AccelError(str(error)) from None
+        with refusals_as_errors():
+            window_size(config, batch)
 
 
 def _check_fp16(device: str) -> None:
@@ -171,9 +154,16 @@ def _check_fp16(device: str) -> None:
 
 
 def attach(model: Any, **options: Any) -> Any:
-    """Plug into an Ultralytics model from Python: `attach(YOLO(…), accumulate=4).train(…)`. Returns the model.
+    """Plug into an Ultralytics model from Python: `attach(YOLO(…), accumulate=4).train(…)`.
 
     Attaching again replaces the settings.
+
+    Args:
+        model: a `YOLO` or `RTDETR`.
+        **options: fields of AccelConfig; `config` names an accel.yaml.
+
+    Returns:
+        The same model.
 
     Raises:
         AccelError: an unknown field, a bad value, two contradicting fields, something that is no such model.

@@ -15,7 +15,7 @@ PATCHING = {"put", "method", "value"}
 
 def taken(room: str, hosts: set[str]) -> Iterator[str]:
     """Names that the files of `integrations/room` import from the host, or patch on its objects."""
-    for path in sorted((ROOT / room).glob("*.py")):
+    for path in sorted((ROOT / room).rglob("*.py")):
         if path.stem == "versions":
             continue
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

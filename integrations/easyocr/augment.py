@@ -20,6 +20,7 @@ class Augment:
         self._noise = v2.RandomApply([v2.GaussianNoise(sigma=0.04)], p=0.25)
 
     def __call__(self, crop: np.ndarray, epoch: int, line: int) -> np.ndarray:
+        """The crop, changed at random: a pure function of (seed, epoch, line). Grey [H, W] in and out, uint8."""
         with torch.random.fork_rng(devices=[]):
             draw = np.random.SeedSequence([self.seed, epoch, line]).generate_state(1, np.uint64)[0]
             torch.manual_seed(int(draw) % 2**63)

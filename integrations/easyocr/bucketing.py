@@ -1,7 +1,7 @@
 """Batches of like width, in an order that is a pure function of (seed, epoch), so that a run can resume anywhere.
 
 An epoch draws every line once (with several data sets: each its share, going on through its own endless shuffle).
-Lines are put into width buckets; a bucket's remainder moves up to the next bucket, so that an epoch has one partial
+Lines are put into width buckets and dealt as `integrations.shared.bucketing` says, so that an epoch has one partial
 batch at most and the number of shapes stays bounded.
 """
 
@@ -11,6 +11,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+
+from integrations.shared.bucketing import deal, edge_for
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,7 @@ class WidthBatches:
 
     @property
     def lines_per_epoch(self) -> int:
+        """Of all sets, each by its share."""
         return sum(self.drawn)
 
     def epoch(self, number: int) -> list[Batch]:
@@ -66,18 +69,13 @@ class WidthBatches:
         rng = np.random.default_rng([self.seed, 1, number])
         rng.shuffle(drawn)
         bucket = np.searchsorted(self.edges, np.minimum(self.widths[drawn], self.edges[-1]))
-        batches, carried = [], np.empty(0, dtype=drawn.dtype)
-        for k, edge in enumerate(self.edges):
-            lines = np.concatenate([carried, drawn[bucket == k]])
-            full = len(lines) // self.batch_size * self.batch_size
-            for at in range(0, full, self.batch_size):
-                batches.append(Batch(tuple(map(int, lines[at : at + self.batch_size])), int(edge), number))
-            carried = lines[full:]
-        if len(carried):
+        buckets = (drawn[bucket == k].tolist() for k in range(len(self.edges)))
+        dealt, left = deal(buckets, self.batch_size)
+        batches = [Batch(tuple(lines), int(self.edges[k]), number) for k, lines in dealt]
+        if left:
             # Lines of the last bucket, as a rule; where an epoch drew none of those, the edge that holds them.
-            widest = int(self.widths[carried].max())
-            edge = int(self.edges[min(int(np.searchsorted(self.edges, widest)), len(self.edges) - 1)])
-            batches.append(Batch(tuple(map(int, carried)), edge, number))
+            edge = edge_for(int(self.widths[left].max()), self.edges.tolist())
+            batches.append(Batch(tuple(left), edge, number))
         order = rng.permutation(len(batches))
         return [batches[i] for i in order]
 

@@ -14,7 +14,7 @@ from integrations.easyocr.settings import Settings
 
 
 def characters_of(settings: Settings, training_labels: Iterable[str]) -> str:
-    """number + symbol + lang_char; with `lang_char: 'None'` the sorted set of the training labels' characters."""
+    """What the yaml gives: number + symbol + lang_char; at `lang_char: 'None'` the training labels' own, sorted."""
     lang_char = settings.lang_char
     if lang_char is None:
         lang_char = "" if settings.number or settings.symbol else "None"
@@ -42,6 +42,8 @@ def fold_case(label: str, characters: str, turkish: bool = False) -> str:
     letter: `İ` becomes `i` (Python makes `i` + U+0307 of it), and `ß` has no upper case (Python: `SS`).
 
     Args:
+        label: as typed.
+        characters: of the set.
         turkish: pairs `ı` with `I` and `i` with `İ`.
     """
     known = set(characters)

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 
 from integrations.easyocr import mistakes_picture
-from integrations.easyocr.export import Exported, Writer
 from integrations.easyocr.prepare import Prepared
-from integrations.easyocr.reader import place_detector
+from integrations.easyocr.reader import Exported, place_detector
 from integrations.easyocr.reading import Readings
 from integrations.easyocr.scoring import Score
 from integrations.easyocr.tensorboard_log import Row
 from integrations.easyocr.weights import PREFIX
+from integrations.easyocr.writer import Writer
 
 LOST_SHOWN = 20
 STEPS = ("optim", "lr", "beta1", "rho", "eps")  # which a resumed run takes from its file
@@ -24,10 +24,21 @@ STEPS = ("optim", "lr", "beta1", "rho", "eps")  # which a resumed run takes from
 
 @dataclass
 class Result:
-    """What a run came to. accuracy, norm_ED: 0..1, of the best weights, which `exported` holds.
+    """What a run came to.
 
-    stopped: num_iter, patience, diverged (100 updates in a row were skipped) or interrupted. unreadable: pictures that
-    could not be decoded and were left out.
+    Attributes:
+        folder: of the experiment.
+        exported: the Reader's three files, with the best weights.
+        updates: that were made, skipped ones included.
+        accuracy: share of words read right, 0 to 1, of the best weights.
+        norm_ED: mean similarity of what was read and what is written, 0 to 1, of the best weights.
+        stopped: num_iter, patience, diverged (100 updates in a row were skipped) or interrupted.
+        history: one row per validation, as in log.csv.
+        lang_list: languages that the Reader may be opened with.
+        report: accel_report.json, or None where it could not be written.
+        infeasible: times that a label needed more frames than its crop gives.
+        unreadable: pictures that could not be decoded and were left out.
+        notes: what a user of the network should know.
     """
 
     folder: Path
@@ -113,6 +124,7 @@ class Standing:
             self._write("best_norm_ED.pth", weights())
 
     def export(self, weights: Mapping[str, Any]) -> None:
+        """Write the Reader's three files with these weights, and the detector beside them."""
         self.exported = self.prepared.export(dict(weights), self.writer)
         storage = [Path(self.prepared.settings.saved_model).parent] if self.prepared.settings.saved_model else []
         place_detector(self.exported, storage, self.writer)
@@ -136,6 +148,7 @@ class Standing:
             mistakes_picture.mistakes(self.readings, self.prepared.valid, folder / "mistakes.png", self.writer)
 
     def result(self, updates: int, stopped: str, report: Path | None) -> Result:
+        """What `fit` returns."""
         settings, top = self.prepared.settings, self.top
         return Result(
             self.prepared.folder,
@@ -174,8 +187,13 @@ class Standing:
         return ", ".join(f"{k}={v}" for k, v in state.get("steps", own).items() if k in own and v != own[k])
 
     def load(self, state: Mapping[str, Any], own: bool) -> None:
-        """`own`: the state is this folder's. The Reader's files are then those of its best weights; where they are
-        not there, or another run's, the next validation decides anew what is best."""
+        """Go on from a checkpoint.
+
+        Args:
+            state: what `state_dict` gave.
+            own: it is this folder's. The Reader's files are then those of its best weights; where they are not there,
+                or another run's, the next validation decides anew what is best.
+        """
         for name in ("position", "infeasible", "stale", "unreadable"):
             setattr(self, name, state[name])
         self.steps = dict(state.get("steps", self.steps))

@@ -60,12 +60,14 @@ class Skipped:
         return self.kept + self.counts.total()
 
     def add(self, reason: str, name: str) -> None:
+        """Count a line that is left out, and keep the first few names."""
         self.counts[reason] += 1
         known = self.names.setdefault(reason, [])
         if len(known) < self.listed:
             known.append(name)
 
     def sentences(self) -> list[str]:
+        """One line per reason, with the first few names."""
         return [
             f"{count} left out, {reason}: {', '.join(self.names[reason])}" + (" …" if count > self.listed else "")
             for reason, count in self.counts.items()
@@ -206,11 +208,11 @@ def read_any(source: Any, name: str, settings: Settings, skipped: Skipped) -> Li
 
 
 def keep_trainable(lines: LineSet, characters: str, settings: Settings, skipped: Skipped) -> LineSet:
-    """Labels in the set's spelling, without those that are empty, too long, or hold unknown characters, and without
-    crops too long for `preprocess: reader`.
+    """Labels in the set's spelling, without the lines that cannot be trained on.
 
-    `data_filtering_off` keeps too long labels, as the official trainer does; a label with a character that has no
-    class cannot be encoded at all, and is left out and counted either way.
+    Left out are labels that are empty, too long, or hold unknown characters, and crops too long for `preprocess:
+    reader`. `data_filtering_off` keeps too long labels, as the official trainer does; a label with a character that has
+    no class cannot be encoded at all, and is left out and counted either way.
 
     Raises:
         EasyOCRError: nothing is left.

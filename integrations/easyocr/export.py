@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
 
 import torch
 import yaml
@@ -19,51 +17,9 @@ from torch import Tensor
 
 from integrations.easyocr.errors import EasyOCRError
 from integrations.easyocr.network import MODULES, Features
-from integrations.easyocr.reader import find_detector, reader
+from integrations.easyocr.reader import Exported
 from integrations.easyocr.weights import PREFIX
-
-
-@dataclass(frozen=True)
-class Exported:
-    """Where the files lie: `Reader(model_storage_directory=…, user_network_directory=…, recog_network=name)`."""
-
-    name: str
-    model_storage_directory: Path
-    user_network_directory: Path
-    right_to_left: bool = False  # whether it reads in the order of the picture what is to be read from the right
-
-    @classmethod
-    def under(cls, folder: Path, name: str) -> Exported:
-        """Where they lie in an experiment folder."""
-        return cls(name, folder / "model", folder / "user_network")
-
-    @property
-    def files(self) -> list[Path]:
-        return [
-            self.model_storage_directory / f"{self.name}.pth",
-            self.user_network_directory / f"{self.name}.yaml",
-            self.user_network_directory / f"{self.name}.py",
-        ]
-
-    def reader(self, lang_list: list[str], **options: Any) -> Any:
-        """An `easyocr.Reader` of this network, on the CPU in full precision unless `options` say otherwise."""
-        return reader(self, lang_list, **options)
-
-    def source(self, lang_list: list[str]) -> str:
-        """The line of Python that opens a bare `easyocr.Reader` on these files."""
-        return (
-            f"easyocr.Reader({lang_list}, recog_network={self.name!r},"
-            f" model_storage_directory={str(self.model_storage_directory)!r},"
-            f" user_network_directory={str(self.user_network_directory)!r})"
-        )
-
-    def remarks(self) -> list[str]:
-        """What a bare Reader on these files needs beyond that line."""
-        missing, told = find_detector("craft", [self.model_storage_directory])
-        return [
-            *([f"this Reader downloads its detector, unless detector=False ({told})"] if missing is None else []),
-            *(["set .model_lang = 'arabic' on this Reader: texts are then given as typed"] * self.right_to_left),
-        ]
+from integrations.easyocr.writer import Writer
 
 
 def check_name(name: str, folder: Path | None = None) -> None:
@@ -116,9 +72,6 @@ _LONGEST = 200  # bytes of a name; file systems allow 255, and unfinished files 
 _MARK = '"""Recognizer network for easyocr.Reader'
 
 
-Writer = Callable[[Path, Callable[[BinaryIO], Any]], Any]
-
-
 def write(
     folder: Path,
     name: str,
@@ -134,8 +87,14 @@ def write(
     """Writes the three files under `folder` (`model/`, `user_network/`).
 
     Args:
+        folder: of the experiment.
+        name: of the network, a Python identifier.
         state: bare or `module.` names; written as contiguous fp32 on the CPU (counters stay int64).
+        features: the feature extractor's kind, VGG or ResNet.
         params: input_channel, output_channel, hidden_size.
+        height: of the input, px.
+        characters: of the set, in the order of the classes.
+        lang_list: languages that the Reader may be opened with.
         writer: `writer(path, fill)` calls `fill(file)` and leaves the old file or the new one, never a part.
 
     Raises:

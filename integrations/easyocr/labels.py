@@ -42,7 +42,8 @@ def ctc_loss(logits: Tensor, classes: Tensor, lengths: Tensor) -> Tensor:
 
     Args:
         logits: [B, T, C], any float dtype; blank is class 0.
-        classes: [sum of lengths]; lengths: [B], on the CPU.
+        classes: [sum of lengths], of all labels one after the other.
+        lengths: [B], of the labels, on the CPU.
     """
     with torch.autocast(logits.device.type, enabled=False), torch.backends.cudnn.flags(enabled=False):
         log_probabilities = F.log_softmax(_at_least_fp32(logits), dim=2).transpose(0, 1)

@@ -12,9 +12,9 @@ from matplotlib.figure import Figure
 from rapidfuzz.distance import Levenshtein
 
 from integrations.easyocr.data import LineSet
-from integrations.easyocr.export import Writer
 from integrations.easyocr.reading import Readings
 from integrations.easyocr.tensorboard_log import Row
+from integrations.easyocr.writer import Writer
 
 WORST_SHOWN = 24
 # The page of mistakes, in inches: its width, a crop with its gaps, a line of a title, the page's own title.

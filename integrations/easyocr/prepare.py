@@ -15,15 +15,17 @@ from integrations.easyocr.bucketing import WidthBatches
 from integrations.easyocr.charset import characters_of, check_languages, languages_told
 from integrations.easyocr.data import LineSet, Skipped, keep_trainable, read_any
 from integrations.easyocr.errors import EasyOCRError
-from integrations.easyocr.export import Exported, Writer, check_name, write
+from integrations.easyocr.export import check_name, write
 from integrations.easyocr.labels import converter
 from integrations.easyocr.network import build, frozen_parts
 from integrations.easyocr.preprocess import Preprocess
+from integrations.easyocr.reader import Exported
 from integrations.easyocr.reading import Readings, read_lines
 from integrations.easyocr.settings import Settings, home
 from integrations.easyocr.stream import Lines
 from integrations.easyocr.text import Spelling, right_to_left, suspicious
 from integrations.easyocr.weights import PREFIX, take_over
+from integrations.easyocr.writer import Writer
 
 
 @dataclass
@@ -53,6 +55,7 @@ class Prepared:
 
     @property
     def params(self) -> dict[str, int]:
+        """Sizes of the network, as the Reader names them."""
         return network_params(self.settings)
 
     @property
@@ -106,6 +109,7 @@ class Prepared:
 
 
 def network_params(settings: Settings) -> dict[str, int]:
+    """input_channel, output_channel and hidden_size."""
     return {name: getattr(settings, name) for name in ("input_channel", "output_channel", "hidden_size")}
 
 
@@ -113,7 +117,9 @@ def prepare(settings: Settings, train: Any = None, valid: Any = None) -> Prepare
     """Reads the data and builds the network; nothing is written.
 
     Args:
-        train, valid: data set objects or folders, instead of `train_data` and `valid_data`.
+        settings: the yaml, checked.
+        train: a data set or a folder, instead of `train_data`.
+        valid: the same, instead of `valid_data`.
 
     Raises:
         EasyOCRError: one line that names the file or key, the value and what is allowed.

@@ -1,4 +1,4 @@
-"""`easyocr.Reader` on an exported network: with the detector from where EasyOCR keeps it, and beside other Readers.
+"""An exported network, and `easyocr.Reader` on it: with the detector from where EasyOCR keeps it, beside other Readers.
 
 EasyOCR looks for the detector in the recognizer's folder, holds a custom network's height in a global of its module,
 and takes the network's Python file from `sys.modules`. Readers made here have a folder with both files, and globals
@@ -15,26 +15,69 @@ import sys
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import FunctionType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from integrations.easyocr.errors import EasyOCRError
 from integrations.easyocr.settings import home
 from integrations.easyocr.text import logical
-
-if TYPE_CHECKING:
-    from integrations.easyocr.export import Exported, Writer
+from integrations.easyocr.writer import Writer
 
 _OPTIONS = {"gpu": False, "quantize": False, "verbose": False, "download_enabled": False}
+
+
+@dataclass(frozen=True)
+class Exported:
+    """Where the files lie: `Reader(model_storage_directory=…, user_network_directory=…, recog_network=name)`."""
+
+    name: str
+    model_storage_directory: Path
+    user_network_directory: Path
+    right_to_left: bool = False  # whether it reads in the order of the picture what is to be read from the right
+
+    @classmethod
+    def under(cls, folder: Path, name: str) -> Exported:
+        """Where they lie in an experiment folder."""
+        return cls(name, folder / "model", folder / "user_network")
+
+    @property
+    def files(self) -> list[Path]:
+        return [
+            self.model_storage_directory / f"{self.name}.pth",
+            self.user_network_directory / f"{self.name}.yaml",
+            self.user_network_directory / f"{self.name}.py",
+        ]
+
+    def reader(self, lang_list: list[str], **options: Any) -> Any:
+        """An `easyocr.Reader` of this network, on the CPU in full precision unless `options` say otherwise."""
+        return reader(self, lang_list, **options)
+
+    def source(self, lang_list: list[str]) -> str:
+        """The line of Python that opens a bare `easyocr.Reader` on these files."""
+        return (
+            f"easyocr.Reader({lang_list}, recog_network={self.name!r},"
+            f" model_storage_directory={str(self.model_storage_directory)!r},"
+            f" user_network_directory={str(self.user_network_directory)!r})"
+        )
+
+    def remarks(self) -> list[str]:
+        """What a bare Reader on these files needs beyond that line."""
+        missing, told = find_detector("craft", [self.model_storage_directory])
+        return [
+            *([f"this Reader downloads its detector, unless detector=False ({told})"] if missing is None else []),
+            *(["set .model_lang = 'arabic' on this Reader: texts are then given as typed"] * self.right_to_left),
+        ]
 
 
 def reader(exported: Exported, lang_list: list[str], **options: Any) -> Any:
     """An `easyocr.Reader` of this network.
 
     Args:
+        exported: where its three files lie.
         lang_list: languages that the network was exported with.
-        options: the Reader's own; on the CPU, in full precision and without downloads unless they say otherwise. A
+        **options: the Reader's own; on the CPU, in full precision and without downloads unless they say otherwise. A
             `model_storage_directory` is where the detector is looked for first.
 
     Raises:
@@ -95,8 +138,10 @@ def find_detector(name: str, folders: Iterable[Path]) -> tuple[Path | None, str]
 
 
 def place_detector(exported: Exported, others: Iterable[Path], writer: Writer) -> None:
-    """Puts the detector beside the network, where a bare `easyocr.Reader` looks for it: one file under two names, or
-    a copy. Where it is not found, or there is no room, nothing is done."""
+    """Put the detector beside the network, where a bare `easyocr.Reader` looks for it.
+
+    One file under two names, or a copy. Where it is not found, or there is no room, nothing is done.
+    """
     from easyocr.config import detection_models
 
     target = exported.model_storage_directory / detection_models["craft"]["filename"]

@@ -60,6 +60,13 @@ def read_lines(
     """Reads every line with `model` in eval mode and full precision; its training mode is put back.
 
     Args:
+        model: [B, 1, H, W] -> [B, T, C] logits.
+        lines: with their labels.
+        preprocess: from a grey picture to the model's input.
+        codec: between labels and classes.
+        device: of the model.
+        batch_size: lines read together; what they read does not depend on it.
+        decode: as the Reader names it.
         widen: maps a line's own input width in px to the one it is padded to (to test that padding stays silent).
 
     Raises:

@@ -17,6 +17,7 @@ class Score:
     lines: int
 
     def better_than(self, other: Score | None) -> bool:
+        """By word accuracy, then by similarity; anything is better than None."""
         return other is None or (self.accuracy, self.similarity) > (other.accuracy, other.similarity)
 
 

@@ -54,6 +54,7 @@ class MicroBatch:
             yield MicroBatch(self.images[at:stop], classes, self.lengths[at:stop], self.labels[at:stop])
 
     def pin_memory(self) -> MicroBatch:
+        """The pictures in pinned memory, as the loader asks for it."""
         self.images = self.images.pin_memory()
         return self
 
@@ -86,6 +87,7 @@ class Lines(Dataset[MicroBatch]):
         return [scaled(line.width, line.height) for part in self.sets for line in part.lines]
 
     def place(self, index: int) -> tuple[LineSet, int]:
+        """(set, index in it) of a line of all of them."""
         part = bisect_right(self._ends, index)
         return self.sets[part], index - (self._ends[part - 1] if part else 0)
 

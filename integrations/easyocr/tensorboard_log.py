@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from integrations.easyocr.export import Writer
+from integrations.easyocr.writer import Writer
 
 SAMPLES_SHOWN = 8
 
@@ -80,6 +80,7 @@ class Board:
             self.warn(f"{self.folder / 'tensorboard'}: {error.strerror or error}; TensorBoard's log is given up")
 
     def training(self, update: int, loss: float, lr: float, speed: float) -> None:
+        """Show the state of training. `speed`: samples/s."""
         accuracy = f"{self.rows[-1].accuracy:.1%}" if self.rows else "-"
         self.bar.update(self.task, completed=update, loss=loss, accuracy=accuracy, speed=speed)
         with self._giving_up():
@@ -107,6 +108,7 @@ class Board:
                     self.events.add_image(f"valid/{number}", grey[None], row.update)
 
     def close(self) -> None:
+        """Stop the progress bar and close the events file."""
         self.bar.stop()
         with self._giving_up():
             if self.events is not None:
@@ -120,6 +122,7 @@ class Pace:
         self.reset()
 
     def reset(self) -> None:
+        """Begin a new span."""
         self.loss: Any = 0.0
         self.samples = 0
         self.untimed = 0  # samples of before a resume
@@ -142,8 +145,10 @@ class Pace:
 
     @property
     def mean_loss(self) -> float:
+        """Of the span; NaN while it is empty."""
         return float(self.loss) / self.samples if self.samples else float("nan")
 
     @property
     def speed(self) -> float:
+        """Samples/s of this process in the span."""
         return (self.samples - self.untimed) / max(time.perf_counter() - self.began, 1e-9)

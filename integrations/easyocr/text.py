@@ -36,6 +36,7 @@ class Spelling:
         self.examples: dict[str, str] = {}
 
     def __call__(self, typed: str) -> str:
+        """The text that the network learns for a label as typed."""
         held = typed.isprintable() and (self.known.issuperset(typed) if self.known else typed.isascii())
         if not (held and self.composed and unicodedata.is_normalized("NFC", typed) and not right_to_left(typed)):
             typed = self._respelt(typed)
@@ -83,8 +84,10 @@ class Spelling:
         self.examples.setdefault(kind, example)
 
     def _normal(self, label: str) -> str:
-        """The first of NFC, as typed and NFD that the set holds wholly; as typed first in a set that NFC would change
-        (several Indic letters)."""
+        """The first of NFC, as typed and NFD that the set holds wholly.
+
+        As typed comes first in a set that NFC would change (several Indic letters).
+        """
         forms = [label, unicodedata.normalize("NFC", label), unicodedata.normalize("NFD", label)]
         if self.composed:
             forms[:2] = forms[1::-1]

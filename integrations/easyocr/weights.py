@@ -32,6 +32,7 @@ class Taken:
     unexpected: tuple[str, ...] = ()
 
     def sentence(self, name: str) -> str:
+        """What was taken over, in one line; `name` is that of the file."""
         parts = [f"continues from {name}"]
         if self.fresh_head:
             parts.append("with a fresh prediction layer (new_prediction)")
@@ -148,6 +149,9 @@ def take_over(
     """Loads `path` into `model`, whose classes are the blank and `characters`.
 
     Args:
+        model: the recognizer, changed in place.
+        path: EasyOCR's own weights, an exported network, a last.pt or an official checkpoint.
+        characters: of this run, in the order of its classes.
         given: the file's character set, where it is neither EasyOCR's own nor described beside the file.
         partial: `FT`: parameters that the file lacks stay fresh and superfluous ones are ignored.
         fresh_head: `new_prediction`: the prediction layer starts anew.

@@ -1,4 +1,4 @@
-"""Everything that is put on a Trainer instance, in one place, and the translation of its events for the seam.
+"""All that is put on a Trainer instance, and its events as calls of `integrations.contract`.
 
 Two groups of patches. `entry` stays while the callback is in the trainer, because it must be there before
 `train()` or `evaluate()` begins: `train`, `_inner_training_loop`, `_get_dataloader`, `evaluation_loop`. `run` holds
@@ -11,22 +11,24 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from integrations.contract import UnsupportedRun
+from integrations.contract import HostTools, Session, WeightAverage
 from integrations.huggingface import arguments, evaluation, versions
+from integrations.huggingface.checkpointing import Saving
+from integrations.huggingface.compiling import Generation, without_cache
 from integrations.huggingface.data import Loaders
-from integrations.huggingface.holding import Held, caller_local, of_host
+from integrations.huggingface.frames import caller_local
 from integrations.huggingface.lengths import length_key
 from integrations.huggingface.loss_scaling import Losses
 from integrations.huggingface.padding import covers_unequal_padding
+from integrations.huggingface.patches import Held, of_host
 from integrations.huggingface.precision_layout import Layout
-from integrations.huggingface.saving import Saving
-from integrations.huggingface.starting import Starting
+from integrations.huggingface.run_start import Starting
 from integrations.huggingface.windows import Windows
 
 
@@ -35,30 +37,29 @@ class Adapter:
 
     Args:
         trainer: the host's; kept weakly, so the callback does not keep it alive.
-        new_session: gives a fresh session for a run.
-        tools: what the plug hands in from the core: `config`, `average(model)` -> EMA or None, `reestimate`,
-            `seed`.
+        callback: the plug's; kept weakly.
+        tools: what the plug hands in from the core.
     """
 
-    def __init__(self, trainer: Any, callback: Any, new_session: Callable[[], Any], tools: Any) -> None:
+    def __init__(self, trainer: Any, callback: Any, tools: HostTools) -> None:
         self._late = caller_local(trainer, "_inner_training_loop", "train_dataloader") is not None
         self._late_loader: Any = None
         self._trainer = weakref.ref(trainer)
         self._callback = weakref.ref(callback)
-        self.new_session, self.tools = new_session, tools
-        self.session: Any = None
-        self.average: Any = None
+        self.tools = tools
+        self.session: Session | None = None  # while a run goes on
+        self.average: WeightAverage | None = None
         self.config = tools.config
         self.entry, self.run = Held(trainer, self._copied), Held(trainer)
         self._on_accelerator = Held(trainer.accelerator)
-        self.starting = Starting(trainer, self.config, tools.seed, self._say, self.end)
+        self.starting = Starting(trainer, self.config, tools.files.seed_everything, self._say, self.end)
         self.on_model: list[Held] = []  # others on its config and its wrapper
         self.losses = Losses(trainer, self.config.normalise == "exact", self._approximate)
         compiled = self.config.validate_ == "compiled"
         self.loaders = Loaders(trainer, self.config.buckets, self.config.recompile_budget, self._say, compiled)
         self.windows: Any = None
         self.layout: Any = None
-        self._evaluating = self._generating = False
+        self._evaluating, self._generation = False, Generation()
         self._told: list[tuple[str, str]] = []
         arguments.refuse_contradictions(trainer, self.config)
         if self._late:
@@ -112,7 +113,7 @@ class Adapter:
         patches.method("_save_checkpoint", saving.save_checkpoint)
         if versions.RUN_EPOCH.here:
             patches.method("_run_epoch", self._run_epoch)
-        patches.method("compute_loss_context_manager", self._compute_loss_context)
+        patches.method("compute_loss_context_manager", self.layout.loss_context)
 
     def _copied(self, trainer: Any) -> None:
         """A deep copy of the trainer is bare; its copy of the callback takes hold of it."""
@@ -133,20 +134,18 @@ class Adapter:
         trainer = self.trainer
         if self.session is not None:
             self.end(report=False)
-        self.session = session = self.new_session()
         model, args = trainer.accelerator.unwrap_model(trainer.model), trainer.args
         self.losses = Losses(trainer, self.config.normalise == "exact", self._approximate)
-        self.losses.session = session
         self.average = self.tools.average(model)
         self.layout = Layout(trainer, model, trainer.compute_loss)
-        self.windows = Windows(trainer, session, self.losses, self.layout, self.config.batchnorm == "precise")
-        saving = Saving(trainer, session, self.average, self._averaged)
-        self._install_run(saving)
         self.on_model = [Held(model)]
         if self.config.compile != "off":
-            self._prepare_for_compile(model)
-        self.layout.apply(*session.start_plan(args.device))
-        session.model_ready(
+            self.on_model += without_cache(model)
+            if self.config.validate_ == "compiled":
+                self._generation.hold(self.on_model[0])
+        start = self.tools.start(args.device)
+        self.layout.apply(start.precision, start.memory_format)
+        self.session = self.losses.session = session = self.tools.new_session(
             model,
             _bare(trainer.optimizer),
             device=args.device,
@@ -159,71 +158,56 @@ class Adapter:
             takes=self._takes(model),
             uncompilable="torch_compile=True: the host compiles" if args.torch_compile else "",
         )
+        self.windows = Windows(trainer, session, self.losses, self.layout, self.config.batchnorm == "precise")
+        saving = Saving(trainer, session, self.average, self._averaged)
+        self._install_run(saving)
         if args.device.type != "cpu" and self.config.compile != "off":
             self._zero_as(session)
-        self._facts()
+        self._facts(session)
         resumed = caller_local(trainer, "_inner_training_loop", "resume_from_checkpoint")
         if resumed:
             saving.resume(Path(resumed))
 
-    def _zero_as(self, session: Any) -> None:
+    def _zero_as(self, session: Session) -> None:
         """The host drops gradients after every step; while CUDA graphs run they are zeroed in place instead."""
 
         def zero_grad(original: Callable[..., Any], set_to_none: bool = True) -> None:
-            original(set_to_none and not session.update.keep_gradients())
+            original(set_to_none and not session.keeps_gradients)
 
         self.on_model.append(Held(self.trainer.model_wrapped))
         self.on_model[-1].method("zero_grad", zero_grad)
 
-    def _prepare_for_compile(self, model: Any) -> None:
-        """A cache of keys and values is of no use in training and changes what a compiler sees."""
-        config = getattr(model, "config", None)
-        if getattr(config, "use_cache", False):
-            self.on_model.append(Held(config))
-            self.on_model[-1].value("use_cache", False)
-        if self.config.validate_ == "compiled" and hasattr(model, "generate"):
-
-            def generate(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-                before, self._generating = self._generating, True
-                try:
-                    return original(*args, **kwargs)
-                finally:
-                    self._generating = before
-
-            self.on_model[0].method("generate", generate)
-
     def _takes(self, model: Any) -> Callable[[Any], bool]:
         """Which calls are compiled: training's, and evaluation's at validate=compiled; never those of `generate`."""
         compiled = self.config.validate_ == "compiled"
-        return lambda _: not self._generating and (model.training or (self._evaluating and compiled))
+        return lambda _: not self._generation.running and (model.training or (self._evaluating and compiled))
 
-    def _facts(self) -> None:
-        report, loaders = self.session.report, self.loaders
+    def _facts(self, session: Session) -> None:
+        report, loaders = session.report, self.loaders
         report.shapes.buckets = list(loaders.edges)
         report.ema.decay = getattr(self.average, "decay", None)
         for kind, text in self._told:
-            getattr(self.session, kind)(text)
+            getattr(session, kind)(text)
         self._told.clear()
         if self.trainer.args.torch_compile:
-            self.session.warn("torch_compile=True: the host compiles; the plug leaves compiling to it")
+            session.warn("torch_compile=True: the host compiles; the plug leaves compiling to it")
 
     def end(self, report: bool = True) -> None:
         """The end of a run, also on an exception: undo, and write the report. Safe to call twice."""
         session, self.session = self.session, None
         trainer = self.trainer
-        if session is not None:
-            session.report.shapes.buckets = list(self.loaders.edges)
         self.run.undo()
         self._on_accelerator.undo()
         self.starting.arguments.undo()
-        if session is None:
-            return
-        folder = Path(trainer.args.output_dir) if report and trainer.args.should_save else None
-        session.end(folder)
-        self.layout.undo()
+        if session is not None:
+            session.report.shapes.buckets = list(self.loaders.edges)
+            folder = Path(trainer.args.output_dir) if report and trainer.args.should_save else None
+            session.end(folder)
+        if self.layout is not None:
+            self.layout.undo()
         for held in self.on_model:
             held.undo()
-        self.average = None
+        self.layout, self.on_model, self.average = None, [], None
         self._late, self._late_loader = False, None
 
     def finish(self) -> None:
@@ -244,7 +228,8 @@ class Adapter:
         if late and of_host(self.trainer.get_train_dataloader):  # a user's own is not asked a second time
             # The callback came after the host had built its loader; with buckets an epoch has as many steps.
             self._late_loader = self.trainer.get_train_dataloader()
-            self._facts()
+            if self.session is not None:
+                self._facts(self.session)
         if self._late_loader is not None and self.loaders.builds:
             kwargs["train_dataloader"] = self._late_loader
         self.loaders.set_epoch(kwargs.get("epoch", 0))
@@ -253,12 +238,6 @@ class Adapter:
         except BaseException:
             self.end()
             raise
-
-    def _compute_loss_context(self, original: Callable[..., Any]) -> Any:
-        stack = ExitStack()
-        stack.enter_context(original())
-        stack.enter_context(self.layout.autocast())
-        return stack
 
     # -- losses, in training and in evaluation -------------------------------------------------------------------
 
@@ -284,7 +263,8 @@ class Adapter:
             if session is None:
                 self._install_losses(scoped)
             elif self.windows.micro_batches:
-                self._reestimate()
+                with self._averaged():
+                    evaluation.reestimate(trainer, self.tools.reestimate, self.windows.micro_batches)
             with self._averaged(), session.validation() if session is not None else nullcontext():
                 return evaluation.run(original, trainer, self.losses, self.loaders, *args, **kwargs)
         finally:
@@ -293,16 +273,6 @@ class Adapter:
 
     def _averaged(self) -> Any:
         return self.average.swapped() if self.average is not None else nullcontext()
-
-    def _reestimate(self) -> None:
-        """batchnorm=precise: running statistics over the last window's data, with the weights to be evaluated."""
-        trainer = self.trainer
-        with self._averaged():
-            self.tools.reestimate(
-                trainer.accelerator.unwrap_model(trainer.model),
-                self.windows.micro_batches,
-                lambda batch: trainer.model(**trainer._prepare_inputs(batch)),
-            )
 
     # -- words -------------------------------------------------------------------------------------------------
 
@@ -324,6 +294,3 @@ def _bare(optimizer: Any) -> Any:
     while hasattr(optimizer, "optimizer") and hasattr(optimizer, "step_was_skipped"):
         optimizer = optimizer.optimizer
     return optimizer
-
-
-__all__ = ["Adapter", "UnsupportedRun"]

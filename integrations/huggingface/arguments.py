@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
-from integrations.contract import UnsupportedRun, micro_batches
-from integrations.huggingface.holding import Held
+from integrations.contract import UnsupportedRun
 from integrations.huggingface.lengths import most_positions
+from integrations.huggingface.patches import Held
+from integrations.shared.batch_size import micro_batches_per_update
+from integrations.shared.learning_rate import rate_factor
 
 
 def refuse_contradictions(trainer: Any, config: Any) -> None:
@@ -65,12 +66,9 @@ def effective_accumulation(trainer: Any, config: Any) -> int:
     Raises:
         UnsupportedRun: the effective batch is not a whole number of micro-batches.
     """
-    if config.accumulate != "host":
-        return int(config.accumulate)
-    if config.effective_batch == "host":
-        return int(trainer.args.gradient_accumulation_steps)
     step = trainer.args.train_batch_size * max(trainer.args.world_size, 1)
-    return micro_batches(int(config.effective_batch), step, "per_device_train_batch_size x devices")
+    named = f"the {step} samples of one step (per_device_train_batch_size x devices)"
+    return micro_batches_per_update(config, step, host=int(trainer.args.gradient_accumulation_steps), named=named)
 
 
 def apply(trainer: Any, config: Any, patches: Held) -> None:
@@ -79,7 +77,7 @@ def apply(trainer: Any, config: Any, patches: Held) -> None:
     before, now = args.gradient_accumulation_steps, effective_accumulation(trainer, config)
     if now != before:
         patches.value("gradient_accumulation_steps", now)
-        factor = {"off": 1.0, "sqrt": math.sqrt(now / before), "linear": now / before}[config.lr_scale]
+        factor = rate_factor(config.lr_scale, now / before)
         if factor != 1.0:
             patches.value("learning_rate", args.learning_rate * factor)
 

@@ -6,12 +6,15 @@ import sys
 from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch.utils.data import Sampler
 
 from integrations.huggingface.bucketing import bucket_of, fitted
+from integrations.shared.bucketing import deal
+
+T = TypeVar("T")
 
 
 class Placed(NamedTuple):
@@ -27,8 +30,8 @@ class Placed(NamedTuple):
 class BucketBatchSampler(Sampler[list[Placed]]):
     """Batches of one bucket each.
 
-    Buckets are dealt from the shortest to the longest and what does not fill a step is promoted to the next
-    bucket (see `edges`). The last, short step is shared out so that no rank stays without a sample.
+    Buckets are dealt as `integrations.shared.bucketing` says. The last, short step is shared out so that no rank
+    stays without a sample.
 
     Args:
         lengths: tokens of every sample.
@@ -93,18 +96,13 @@ class BucketBatchSampler(Sampler[list[Placed]]):
         """All steps of this epoch: step -> rank -> batch."""
         group = self.batch_size * self.ranks
         generator = torch.Generator().manual_seed((self.seed * 1_000_003 + self.epoch) % 2**63)
-        steps: list[tuple[int, list[int]]] = []
-        waiting: list[int] = []
-        for bucket, members in enumerate(self._buckets):
-            if self.shuffle:
-                members = [members[i] for i in torch.randperm(len(members), generator=generator).tolist()]
-            # what waited from shorter buckets goes first, so that nothing is promoted twice where it can be helped
-            members = waiting + members
-            full = len(members) // group * group
-            steps += [(bucket, members[at : at + group]) for at in range(0, full, group)]
-            waiting = members[full:]
-        if self.shuffle:
-            steps = [steps[i] for i in torch.randperm(len(steps), generator=generator).tolist()]
+
+        def shuffled(items: list[T]) -> list[T]:
+            return [items[i] for i in torch.randperm(len(items), generator=generator).tolist()]
+
+        order = shuffled if self.shuffle else list
+        steps, waiting = deal((order(members) for members in self._buckets), group)
+        steps = order(steps)
         if waiting and not self.drop_last:
             last = max(bucket for bucket, members in enumerate(self._buckets) if members)
             steps.append((last, waiting))
@@ -155,3 +153,11 @@ def loader_options(args: Any, is_training: bool) -> dict[str, Any]:
         workers = args.dataloader_num_workers
         options["worker_init_fn"] = partial(seed_worker, num_workers=workers, rank=args.process_index)
     return options
+
+
+def no_second_sharding(loader: Any) -> None:
+    """The sampler gives each rank its own batches; accelerate's wrapper would share them out again."""
+    shard = getattr(loader, "batch_sampler", None)
+    if shard is not None and hasattr(shard, "num_processes"):
+        shard.num_processes, shard.process_index = 1, 0
+        shard.batch_size = None  # or it would fill a short batch up with samples that were seen

@@ -1,10 +1,6 @@
-"""Bucket edges, and the deal of samples to batches that both the search for edges and the sampler follow.
+"""Bucket edges in tokens: what the model has positions for, and what buckets cost.
 
-A bucket is a set of samples that are padded to one length, its edge. Lengths and edges are in tokens.
-
-The deal: buckets are filled from the shortest to the longest; what does not fill a whole batch is promoted to
-the next bucket. So an epoch has as many batches as without buckets, at most one of them is short, and the
-number of batches at each edge is known from the lengths alone.
+The choice of edges and the deal of samples to batches are those of all hosts, see `integrations.shared.bucketing`.
 """
 
 from __future__ import annotations
@@ -13,20 +9,15 @@ import bisect
 import sys
 from collections.abc import Sequence
 
+from integrations.shared.bucketing import choose_edges, round_up
+
 MULTIPLE = 8
 """Found edges are multiples of this many tokens, which tensor cores prefer and which bounds the search."""
-
-MAX_CANDIDATES = 256
-
-
-def round_up(length: int, multiple: int = MULTIPLE) -> int:
-    """The smallest multiple that is not below `length`."""
-    return max(multiple, -(-length // multiple) * multiple)
 
 
 def fitted(length: int, room: int) -> int:
     """`length` rounded up, where the model has positions for that; else the length itself."""
-    rounded = round_up(length)
+    rounded = round_up(length, MULTIPLE)
     return rounded if rounded <= room else length
 
 
@@ -57,38 +48,8 @@ def find_edges(lengths: Sequence[int], group: int, limit: int = 8, room: int = s
 
     Returns:
         At most `limit` edges, rising; the last one holds the longest sample.
-
-    Dynamic programming over the candidate edges e_1 < … < e_m. With C(e) samples of at most e tokens, the deal
-    above puts floor(C(e) / group) batches at or below e, so the cost of following edge d by edge e is
-    e * group * (floor(C(e) / group) - floor(C(d) / group)), and the costs add up.
     """
-    if not lengths:
-        return []
-    candidates = _candidates(lengths)
-    ordered = sorted(lengths)
-    filled = [bisect.bisect_right(ordered, edge) // group * group for edge in candidates]
-    filled[-1] = len(ordered)
-    # best[j]: (padded tokens, edges used) of everything up to candidate j, with candidate j as an edge
-    best = [(edge * done, [edge]) for edge, done in zip(candidates, filled, strict=True)]
-    answer = best[-1]
-    for _ in range(1, limit):
-        best = [
-            min(
-                [
-                    best[j],
-                    *(
-                        (best[i][0] + candidates[j] * (filled[j] - filled[i]), [*best[i][1], candidates[j]])
-                        for i in range(j)
-                    ),
-                ],
-                key=lambda plan: (plan[0], len(plan[1])),
-            )
-            for j in range(len(candidates))
-        ]
-        if best[-1][0] >= answer[0]:
-            break
-        answer = best[-1]
-    return [*answer[1][:-1], fitted(max(lengths), room)]
+    return choose_edges(lengths, limit, MULTIPLE, group=group, room=room)
 
 
 def padded_tokens(lengths: Sequence[int], edges: Sequence[int], group: int) -> int:
@@ -112,11 +73,3 @@ def expected_tokens(lengths: Sequence[int], size: int) -> float:
     """
     n = len(lengths)
     return n * sum(x * ((k / n) ** size - ((k - 1) / n) ** size) for k, x in enumerate(sorted(lengths), start=1))
-
-
-def _candidates(lengths: Sequence[int]) -> list[int]:
-    """Distinct lengths, rounded up so coarsely that at most MAX_CANDIDATES are left."""
-    multiple = MULTIPLE
-    while len(rounded := {round_up(length, multiple) for length in lengths}) > MAX_CANDIDATES:
-        multiple *= 2
-    return sorted(rounded)

@@ -105,6 +105,7 @@ class BucketCollator:
         self._told = False
 
     def __call__(self, features: list[Any]) -> Any:
+        """The user's collator on these samples, padded to the edge of their bucket where that is known to be right."""
         edge = label_edge = 0
         if features and isinstance(features[0], Marked):
             edge = max(feature.edge for feature in features)
@@ -266,6 +267,7 @@ class BucketedStream(IterableDataset[Any]):
         return [Marked(sample, edge, 0) for sample in samples]
 
     def set_epoch(self, epoch: int) -> None:
+        """Pass the epoch on, where the data set takes one."""
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)
 

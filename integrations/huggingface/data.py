@@ -11,10 +11,10 @@ from accelerate.utils import gather_object
 from torch.utils.data import DataLoader, IterableDataset
 
 from integrations.huggingface import versions
-from integrations.huggingface.bucket_sampler import BucketBatchSampler, loader_options
+from integrations.huggingface.bucket_sampler import BucketBatchSampler, loader_options, no_second_sharding
 from integrations.huggingface.bucketing import expected_tokens, find_edges, padded_tokens, with_overflow
 from integrations.huggingface.collator import BucketCollator, BucketedStream, PlacedDataset
-from integrations.huggingface.forked import in_a_copy
+from integrations.huggingface.forked_process import in_a_copy
 from integrations.huggingface.lengths import (
     Form,
     Survey,
@@ -23,7 +23,7 @@ from integrations.huggingface.lengths import (
     room,
 )
 from integrations.huggingface.padding import covers_padding, look_at, takes_mask, unknown
-from integrations.huggingface.streams import PATIENCE, FirstSamples, can_be_read_anew, tokens, usable
+from integrations.huggingface.stream_bucketing import PATIENCE, FirstSamples, can_be_read_anew, tokens, usable
 
 WORTH = 0.95
 """buckets=auto: only where they leave at most this part of the tokens that shuffled batches would cost."""
@@ -144,7 +144,7 @@ class Loaders:
             self._sampler, self._edges = sampler, edges
             padded = padded_tokens(found.lengths, edges, group)
             self.padding = (padded - sum(found.lengths), padded)
-            _no_second_sharding(loader)
+            no_second_sharding(loader)
         return loader
 
     def set_epoch(self, epoch: int) -> None:
@@ -297,11 +297,3 @@ class Loaders:
 
     def _prepare(self, loader: DataLoader[Any]) -> Any:
         return self.trainer.accelerator.prepare(loader)
-
-
-def _no_second_sharding(loader: Any) -> None:
-    """The sampler gives each rank its own batches; accelerate's wrapper would share them out again."""
-    shard = getattr(loader, "batch_sampler", None)
-    if shard is not None and hasattr(shard, "num_processes"):
-        shard.num_processes, shard.process_index = 1, 0
-        shard.batch_size = None  # or it would fill a short batch up with samples that were seen

@@ -10,8 +10,8 @@ import numpy as np
 
 from integrations.huggingface.collator import PlacedDataset
 from integrations.huggingface.data import Loaders
-from integrations.huggingface.holding import of_library
 from integrations.huggingface.loss_scaling import Losses
+from integrations.huggingface.patches import of_library
 
 
 def run(
@@ -50,6 +50,18 @@ def run(
     if order is None:
         return output
     return output._replace(predictions=reorder(output.predictions, order), label_ids=reorder(output.label_ids, order))
+
+
+def reestimate(trainer: Any, rule: Callable[..., Any], micro_batches: Sequence[Any]) -> None:
+    """batchnorm=precise: running statistics over the last window's data, with the weights to be evaluated.
+
+    Args:
+        trainer: the host's.
+        rule: of the core; takes the model, the micro-batches and how one of them runs through it.
+        micro_batches: of the last window, as the host fetched them.
+    """
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    rule(model, micro_batches, lambda batch: trainer.model(**trainer._prepare_inputs(batch)))
 
 
 @contextmanager

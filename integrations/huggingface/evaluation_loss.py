@@ -10,14 +10,14 @@ import torch
 from accelerate.utils import send_to_device
 from torch import Tensor
 
-from integrations.huggingface import counting, observing
-from integrations.huggingface.counting import SUM
-from integrations.huggingface.evidence import Evidence, over_ranks, ranks
-from integrations.huggingface.finding import own_count, tolerance
-from integrations.huggingface.following import Trace, follow
-from integrations.huggingface.holding import of_library
-from integrations.huggingface.observing import OF_THE_HOST, RULES, Seen, Way, watching
-from integrations.huggingface.probing import invisible_copy, take_rows
+from integrations.huggingface.loss_rules import counting, observation
+from integrations.huggingface.loss_rules.counting import SUM
+from integrations.huggingface.loss_rules.evidence import Evidence, over_ranks, ranks
+from integrations.huggingface.loss_rules.find_rule import own_count, tolerance
+from integrations.huggingface.loss_rules.followed_count import Trace, follow
+from integrations.huggingface.loss_rules.head_probe import invisible_copy, take_rows
+from integrations.huggingface.loss_rules.observation import OF_THE_HOST, RULES, Seen, Way, watching
+from integrations.huggingface.patches import of_library
 
 
 class EvaluationLoss:
@@ -129,7 +129,7 @@ class EvaluationLoss:
             if rule.form == OF_THE_HOST:
                 total, terms = loss.detach() * seen.number, float(seen.number)
             else:
-                found, terms = counted.total(rule.form), float(observing.count(rule.kind, counted.batch) or 0)
+                found, terms = counted.total(rule.form), float(observation.count(rule.kind, counted.batch) or 0)
                 total = torch.zeros(()) if found is None else found / (accumulate if rule.way is Way.SHARE else 1)
             if terms:
                 self._totals[at][0] += float(total)

@@ -72,6 +72,7 @@ def own_labels(found: Survey, label_names: Collection[str] = ()) -> list[str]:
 
 
 def is_label(name: str, label_names: Collection[str]) -> bool:
+    """Whether a value of a sample of this name is a label."""
     return name in label_names or ("label" in name and not name.endswith("mask"))
 
 
@@ -197,6 +198,7 @@ def _shape(value: Any) -> tuple[int, ...] | None:
 
 
 def is_hf_dataset(dataset: Any) -> bool:
+    """Whether it is a map-style data set of `datasets`."""
     try:
         import datasets
     except ImportError:

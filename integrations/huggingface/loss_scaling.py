@@ -6,7 +6,7 @@ their count. There the terms of every micro-batch are counted and summed over ra
 Whose loss it is decides what is done. That of a library's head is known by its name, checked once on a copy of the
 model, and asked for the micro-batch's own mean (no count is passed, so heads that take one and heads that ignore it
 agree). A loss that the user wrote runs exactly as the host runs it, with the host's count; how it adds up is seen
-in these calls. `scaling` then puts the gradient right.
+in these calls. `gradient_scaling` then puts the gradient right.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from integrations.huggingface import counting, observing
-from integrations.huggingface.counting import SUM, Counting
+from integrations.contract import Session
 from integrations.huggingface.evaluation_loss import EvaluationLoss
-from integrations.huggingface.evidence import Evidence, over_ranks, ranks
-from integrations.huggingface.finding import Finding, find_rule, of_the_user, own_count, tolerance
-from integrations.huggingface.observing import KINDS, Rule, Seen, Way
-from integrations.huggingface.scaling import Scaling, Share, says_scaled
+from integrations.huggingface.gradient_scaling import Scaling, Share, says_scaled
+from integrations.huggingface.loss_rules import counting, observation
+from integrations.huggingface.loss_rules.counting import SUM, Counting
+from integrations.huggingface.loss_rules.evidence import Evidence, over_ranks, ranks
+from integrations.huggingface.loss_rules.find_rule import Finding, find_rule, of_the_user, own_count, tolerance
+from integrations.huggingface.loss_rules.observation import KINDS, Rule, Seen, Way
 
 LEFT = "weighted as the host does"
 WHOLE, NOTHING = Share(1.0, 1.0), Share(0.0, 0.0)
@@ -59,7 +60,7 @@ class Losses:
         self.trainer, self.exact, self.approximate = trainer, exact, approximate
         self.rule: Counting | None = None  # of a library's head
         self.finding = Finding.OPEN if exact else Finding.HOST
-        self.session: Any = None
+        self.session: Session | None = None
         self.scaling = Scaling(
             trainer, lambda: approximate("training_step scales the loss by a factor of its own, which stays")
         )
@@ -113,7 +114,7 @@ class Losses:
             return self._count_terms(original, batches, device)
         number = original(batches, device)
         if self.observes and batches:
-            found = [[observing.count(kind, batch) for batch in batches] for kind in KINDS]
+            found = [[observation.count(kind, batch) for batch in batches] for kind in KINDS]
             sums = [float("nan") if None in counts else float(sum(counts)) for counts in found]  # type: ignore[arg-type]
             self._window.totals = dict(zip(KINDS, over_ranks(sums, device), strict=True))
             self._window.number = float(number) if isinstance(number, Tensor) else float(number or 0)
@@ -156,7 +157,7 @@ class Losses:
         if self._count is not None and self.rule is not None:
             kwargs["num_items_in_batch"] = None
             empty = not self._count and self.rule.kind != SUM
-            with observing.watching(model, inputs, None) if empty else nullcontext(Seen({})) as seen:
+            with observation.watching(model, inputs, None) if empty else nullcontext(Seen({})) as seen:
                 found = original(model, inputs, *args, **kwargs)
             share: Share | None = None if empty else self._share_of(self.rule, self._count)
         elif self.observes and (window.micro_batches > 1 or ranks() > 1):
@@ -176,6 +177,7 @@ class Losses:
         """A library's head: a mean over `count` terms, or a sum over samples, whose log is told a sample."""
         if rule.kind == SUM:
             return Share(float(ranks()), ranks() / max(self._window.totals[SUM], 1))
+        assert self.session is not None  # only a run's window has shares
         weight = float(self.session.mean(count))
         return Share(weight, weight)
 
@@ -192,7 +194,7 @@ class Losses:
         self.evidence().note(loss, seen, window.micro_batches, ranks())
         if self._windows == 1 or not self.evidence().calls:
             self._look(Evidence.settle)  # before a rule is settled, the next micro-batch has to know
-        counts = {kind: observing.count(kind, seen.batch) for kind in KINDS}
+        counts = {kind: observation.count(kind, seen.batch) for kind in KINDS}
         rule = self.evidence().rule(window.totals)
         if rule is None:
             as_it_is = seen.trace.used or self._says_scaled

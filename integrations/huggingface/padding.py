@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from integrations.huggingface.holding import of_host
 from integrations.huggingface.lengths import Survey, length_of, own_labels, survey_dataset
+from integrations.huggingface.patches import of_host
 
 ANSWERS = ("start_positions", "end_positions")
 """Positions in the input; the host's heads ignore one that lies behind the input's end."""

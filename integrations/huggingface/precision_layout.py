@@ -5,8 +5,8 @@ The host's own autocast lies inside the model's forward. Another precision is an
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from torch import Tensor, nn
@@ -35,6 +35,12 @@ class Layout(precision_layout.Layout):
         with self.trainer.compute_loss_context_manager():
             loss: Tensor = self.compute_loss(self.model, inputs, num_items_in_batch=None)
         return loss
+
+    @contextmanager
+    def loss_context(self, original: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
+        """The host's own `compute_loss_context_manager`, and inside it the precision in force."""
+        with original(), self.autocast():
+            yield
 
     @contextmanager
     def bare(self) -> Iterator[None]:

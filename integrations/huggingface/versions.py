@@ -6,7 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from integrations.huggingface.holding import Held, caller_local
+from integrations.huggingface.frames import caller_local
+from integrations.huggingface.patches import Held
 from integrations.versions import Symbol
 
 _TRAINER = "transformers.trainer:Trainer"

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from integrations.huggingface import counting
+from integrations.contract import Outcome, Session
+from integrations.huggingface.loss_rules import counting
 from integrations.huggingface.loss_scaling import Losses
 from integrations.huggingface.precision_layout import Layout
 
@@ -21,16 +22,16 @@ class Windows:
 
     Args:
         trainer: the host's.
-        session: answers the seam.
+        session: of the run.
         losses: weights of the micro-batches.
         layout: precision and memory format in force.
         keep: True keeps the micro-batches of the latest window (batchnorm=precise).
     """
 
-    def __init__(self, trainer: Any, session: Any, losses: Losses, layout: Layout, keep: bool) -> None:
+    def __init__(self, trainer: Any, session: Session, losses: Losses, layout: Layout, keep: bool) -> None:
         self.trainer, self.session, self.losses, self.layout, self.keep = trainer, session, losses, layout, keep
         self.micro_batches: list[Any] = []
-        self.outcome: Any = None
+        self.outcome: Outcome | None = None
         self._left = 0  # micro-batches of the window that are still to come
         self._begun = False
 
@@ -85,7 +86,7 @@ class Windows:
                 if main is not None
                 else f"no input is one of {', '.join(INPUTS)}"
             )
-            session.tuner.measure_nothing(why)
+            session.measure_nothing(why)
         model.train()
         session.training_mode()
         session.plan_window(self.layout.at(inputs), self._to_come(), () if main is None else main.shape)
@@ -103,32 +104,31 @@ class Windows:
     def get_grad_norm(self, original: Callable[..., Any], model: Any, grad_norm: Any = None) -> Any:
         """The host asks for the norm once a window, after the last backward: the moment to put gradients right."""
         self.losses.end_window()
-        self.outcome = self.session.prepare()
+        self.outcome = self.session.prepare_update()
         return self.outcome.norm
 
     def before_step(self) -> None:
         """on_pre_optimizer_step. Without gradients the host's step moves nothing; a scaler skips by itself."""
         if self.outcome is None:  # a host that asks for the norm only where it clips
-            self.outcome = self.session.prepare()
+            self.outcome = self.session.prepare_update()
         if self.outcome.stepped:
             return
         for number in self.losses.not_finite():
             step = self.trainer.state.global_step + 1
             self.session.warn(f"step {step}: the loss of micro-batch {number} is not finite")
-        if self.session.update.scaler is None:
-            for parameter in self.session.update.parameters():
+        if self.session.scaler is None:
+            for parameter in self.session.parameters():
                 parameter.grad = None
             self.trainer.optimizer._is_overflow = True  # so the host leaves its schedule alone too
 
     def after_step(self) -> None:
         """on_optimizer_step."""
         if self.outcome is not None:
-            self.session.update.finish(self.outcome)
-            self.session.closed(self.outcome)
+            self.session.finish_update(self.outcome)
 
     def step_ended(self) -> None:
         """on_step_end."""
-        if self.outcome is not None and not self.outcome.stepped and self.session.update.scaler is None:
+        if self.outcome is not None and not self.outcome.stepped and self.session.scaler is None:
             self.trainer.optimizer._is_overflow = False
         self.outcome = None
 

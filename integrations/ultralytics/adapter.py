@@ -1,13 +1,13 @@
-"""Holds one Ultralytics trainer: translates its loop into the seam's hooks. All patches are put on here.
+"""Holds one Ultralytics trainer: turns its loop into the calls of `integrations.contract`. All patches go on here.
 
-Everything is taken hold of at `on_pretrain_routine_end`, the one event that every rank fires, after model,
-optimizer, EMA and loaders are built and before the first batch. Patched on the trainer: `optimizer_step`,
-`preprocess_batch`, `_model_train`, `_build_train_pipeline`, `_close_dataloader_mosaic`, `validate`,
-`_handle_nan_recovery`, `save_model`, `final_eval`, and the paths `last`, `best`, `wdir`. On the live model: `loss`. On
-its criterion: `loss` and its assigner's `forward` (see losses.py). The module-level `strip_optimizer` is exchanged only
-while `final_eval` runs. The trainer's `accumulate` is held at 1, so that `optimizer_step` is called after every
-micro-batch; a user's own is called once a window. What callbacks exchange during the run (the optimizer, the scaler,
-the criterion, `optimizer_step`, `preprocess_batch`, `model.loss`) is looked up where it is used.
+All is done at `on_pretrain_routine_end`, which every rank fires once model, optimizer, EMA and loaders are built.
+Patched on the trainer: `optimizer_step`, `preprocess_batch`, `_model_train`, `_build_train_pipeline`,
+`_close_dataloader_mosaic`, `validate`, `_handle_nan_recovery`, `save_model`, `final_eval`, and the paths `last`,
+`best`, `wdir`. On the live model: `loss`. On its criterion: `loss` and its assigner's `forward`. The module-level
+`strip_optimizer` is exchanged only while `final_eval` runs. The trainer's `accumulate` is held at 1, so that
+`optimizer_step` is called after every micro-batch; a user's own is called once a window. What callbacks exchange
+during the run (the optimizer, the scaler, the criterion, `optimizer_step`, `preprocess_batch`, `model.loss`) is
+looked up where it is used.
 """
 
 from __future__ import annotations
@@ -20,14 +20,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from ultralytics.utils import RANK
 
-from integrations.contract import SessionContract, UnsupportedRun
+from integrations.contract import HostTools, Session, UnsupportedRun
 from integrations.patches import Patches
 from integrations.ultralytics import data, schedule, supported, versions
 from integrations.ultralytics.checkpointing import Saving
 from integrations.ultralytics.ema import HostAverage, set_decay
-from integrations.ultralytics.loss_scaling import Losses
+from integrations.ultralytics.loss_scaling import Losses, loss_groups
 from integrations.ultralytics.precision_layout import Layout
 from integrations.ultralytics.stepping import Stepping, host_clip_norm
 
@@ -35,8 +34,9 @@ from integrations.ultralytics.stepping import Stepping, host_clip_norm
 class Adapter:
     """`hold` takes the trainer, `release` gives it back as it was."""
 
-    def __init__(self, trainer: Any, session: SessionContract) -> None:
-        self.trainer, self.session = trainer, session
+    def __init__(self, trainer: Any, tools: HostTools) -> None:
+        self.trainer, self.tools = trainer, tools
+        self._session: Session | None = None  # until the trainer is held
         self.model: nn.Module = versions.unwrap(trainer.model)
         self.patches = Patches()
         self._callbacks = {
@@ -51,34 +51,35 @@ class Adapter:
         self._mosaic_closed = False
         self._index = -1  # of the micro-batch in its epoch
 
+    @property
+    def session(self) -> Session:
+        """Of the run, from `hold` on."""
+        assert self._session is not None
+        return self._session
+
     def hold(self, state: dict[str, Any] | None = None) -> None:
         """Put everything on; `state` is the extra state of a resumed run.
 
         Raises:
             UnsupportedRun: a setting of the host that the plug refuses.
         """
-        trainer, config = self.trainer, self.session.config
+        trainer, tools, config = self.trainer, self.tools, self.tools.config
         supported.check_trainer(trainer)
         rounded = state is not None or schedule.chosen_by_host(trainer)
-        window_size = schedule.window_size_rounded if rounded else schedule.window_size
-        self.size = window_size(config, trainer.batch_size)
+        self.size = schedule.window_size(config, trainer.batch_size, rounded)
         host_accumulate = trainer.accumulate
         schedule.scale_learning_rate(trainer, config.lr_scale, (self.size or host_accumulate) / host_accumulate)
         if config.seed != "host":
-            self.session.files.seed_everything(config.seed)
-            if getattr(trainer.train_loader, "generator", None) is not None:
-                trainer.train_loader.generator.manual_seed(config.seed)
-        set_decay(trainer, self.session, config.ema)
+            tools.files.seed_everything(int(config.seed))
+            data.seed(trainer.train_loader, int(config.seed))
         self.layout = Layout(trainer, self.model, self.patches)
-        self.losses = losses = Losses(self.model, self.session, self.patches)
-        self.crosses_epochs = losses.crosses_epochs
-        self.layout.start(*self.session.start_plan(trainer.device))
-        distributed = isinstance(trainer.model, nn.parallel.DistributedDataParallel)
+        start = tools.start(trainer.device)
+        self.layout.start(start.precision, start.memory_format)
         accumulates = (self.size or host_accumulate) > 1
-        if distributed and accumulates:
+        sync = accumulates and isinstance(trainer.model, nn.parallel.DistributedDataParallel)
+        if sync:
             trainer.model.require_backward_grad_sync = False  # one reduction an update, at the close
-        varies = bool(getattr(trainer.args, "multi_scale", 0.0))
-        self.session.model_ready(
+        self._session = session = tools.new_session(
             self.model,
             trainer.optimizer,
             device=trainer.device,
@@ -88,23 +89,26 @@ class Adapter:
             clip_norm=host_clip_norm(trainer.optimizer_step),
             scaler=trainer.scaler,
             average=HostAverage(trainer) if trainer.ema else None,  # an older host has it on rank 0 only
-            groups=losses.groups,
+            groups=loss_groups(self.model, config.normalise),
             schedule=self._set_rates,
-            dims=(2, 3) if varies else (),
+            dims=(2, 3) if getattr(trainer.args, "multi_scale", 0.0) else (),
             takes=lambda args: isinstance(args[0], torch.Tensor),
-            sync=distributed and accumulates,
+            sync=sync,
             uncompilable=supported.uncompilable(self.model),
         )
+        set_decay(trainer, session, config.ema)
+        self.losses = Losses(self.model, session, self.patches)
+        self.crosses_epochs = self.losses.crosses_epochs
         self._resize(self.size)
         self._patch()
-        self.saving = Saving(trainer, self.session, self.patches, self._state)
+        self.saving = Saving(trainer, session, self.patches, self._state)
         if state is not None:
             self._resume(state)
 
     def release(self) -> None:
         """Undo every patch; what is left of a window that no save will see is dropped and counted."""
-        if not self.session.window.empty:
-            self.session.drop()
+        if self._session is not None and not self._session.window.empty:
+            self._session.drop()
         self.patches.undo()
         for event, function in self._callbacks.items():
             if function in self.trainer.callbacks[event]:
@@ -118,6 +122,8 @@ class Adapter:
             yield
         except BaseException:
             self.release()
+            if self._session is not None:
+                self._session.end()
             raise
 
     def _patch(self) -> None:
@@ -264,13 +270,12 @@ class Adapter:
         """Built again after the host halved its batch for lack of memory: windows start anew at the new size."""
         self._build()
         self.session.drop()
-        self._resize(schedule.window_size_rounded(self.session.config, self.trainer.batch_size))
+        self._resize(schedule.window_size(self.session.config, self.trainer.batch_size, rounded=True))
 
     def _resize(self, size: int | None) -> None:
         self.size = size
-        window, trainer = self.session.window, self.trainer
+        trainer = self.trainer
         self._nominal = trainer.accumulate  # as the host has just computed it from nbs and this batch
-        window.size, window.expected = size, size or self._nominal
         if size is not None:
             total = len(trainer.train_loader) * trainer.epochs
             if size > total:
@@ -279,7 +284,7 @@ class Adapter:
                 )
             schedule.set_weight_decay(trainer, trainer.batch_size * min(size, total))
         trainer.accumulate = 1  # so that the host calls optimizer_step after every micro-batch
-        self.session.describe_window(trainer.batch_size)
+        self.session.resize(size, self._nominal, trainer.batch_size)
 
     def _state(self) -> dict[str, Any]:
         """What the host's checkpoint lacks: live weights, full-precision optimizer, window, random state, loader."""
@@ -289,8 +294,3 @@ class Adapter:
             "mosaic_closed": self._mosaic_closed,
             "draw": self._draw and [self._draw[0], list(self._draw[1]), self._draw[2]],
         }
-
-
-def writes_report() -> bool:
-    """One process of a run writes: the only one, or rank 0."""
-    return RANK in {-1, 0}

@@ -10,18 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from ultralytics.engine import trainer as host
-from ultralytics.utils import LOGGER
+from ultralytics.utils import LOGGER, RANK
 
-from integrations.contract import SessionContract
+from integrations.contract import Session
 from integrations.patches import Patches
 
 
 class Saving:
     """Holds `save_model` and `final_eval` of one trainer."""
 
-    def __init__(
-        self, trainer: Any, session: SessionContract, patches: Patches, state: Callable[[], dict[str, Any]]
-    ) -> None:
+    def __init__(self, trainer: Any, session: Session, patches: Patches, state: Callable[[], dict[str, Any]]) -> None:
         self.trainer, self.session, self.state = trainer, session, state
         atomic = session.files.AtomicPath
         last = atomic(trainer.last)
@@ -83,7 +81,7 @@ def _stamp(path: Path) -> Any:
     return (path.stat().st_mtime_ns, path.stat().st_size) if path.exists() else None
 
 
-def _atomic_strip(strip: Callable[..., dict[str, Any]], session: SessionContract) -> Callable[..., dict[str, Any]]:
+def _atomic_strip(strip: Callable[..., dict[str, Any]], session: Session) -> Callable[..., dict[str, Any]]:
     """`strip_optimizer` on a copy, which then takes the file's place."""
 
     def strip_atomically(f: str | Path = "best.pt", s: str = "", updates: Any = None) -> dict[str, Any]:
@@ -125,3 +123,8 @@ def find_state(trainer: Any, files: Any) -> dict[str, Any] | None:
     source = Path(str(trainer.args.resume if isinstance(trainer.args.resume, (str, Path)) else trainer.args.model))
     found: dict[str, Any] | None = files.load_sidecar(source) if source.is_file() else None
     return found
+
+
+def writes_report() -> bool:
+    """One process of a run writes: the only one, or rank 0."""
+    return RANK in {-1, 0}

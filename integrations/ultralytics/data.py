@@ -14,6 +14,12 @@ import torch
 from ultralytics.data.build import InfiniteDataLoader
 
 
+def seed(loader: Any, number: int) -> None:
+    """The loader's own generator, where it has one."""
+    if getattr(loader, "generator", None) is not None:
+        loader.generator.manual_seed(number)
+
+
 def position(loader: Any) -> dict[str, Any]:
     """The loader's state at the end of an epoch, loadable with `weights_only=True`."""
     return {

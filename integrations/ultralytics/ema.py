@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from integrations.contract import SessionContract
+from integrations.contract import Session
 
 
 class HostAverage:
@@ -33,7 +33,7 @@ class HostAverage:
         self.trainer.ema.updates = state["updates"]
 
 
-def set_decay(trainer: Any, session: SessionContract, decay: float | str) -> None:
+def set_decay(trainer: Any, session: Session, decay: float | str) -> None:
     """The host's ramp with another ceiling; `off` keeps the average equal to the live weights."""
     if trainer.ema is None:  # an older host has it on rank 0 only
         return

@@ -11,6 +11,7 @@ beyond the host's terms, and what a user's own `loss` adds to it.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from ultralytics.utils.loss import (
     v8OBBLoss,
 )
 
-from integrations.contract import SessionContract
+from integrations.contract import Session
 from integrations.patches import Patches
 from integrations.ultralytics import versions
 
@@ -35,14 +36,14 @@ class Losses:
     """Puts weights on the criterion of one live model.
 
     Attributes:
-        groups: parameters by loss group, for end-to-end heads; otherwise empty.
+        groups: see `loss_groups`.
         crosses_epochs: False where the criterion changes its own weights every epoch, so that a window has to end.
         around: the weights on what `model.loss` returns.
     """
 
-    def __init__(self, model: nn.Module, session: SessionContract, patches: Patches) -> None:
+    def __init__(self, model: nn.Module, session: Session, patches: Patches) -> None:
         self.model, self.session, self.patches = model, session, patches
-        self.groups: dict[str, list[nn.Parameter]] = {}
+        self.groups = loss_groups(model, session.config.normalise)
         self.crosses_epochs = True
         self._criterion: Any = None
         self._count: Callable[[dict[str, Any]], int] | None = None
@@ -57,14 +58,12 @@ class Losses:
 
     def _hold(self) -> None:
         model, session = self.model, self.session
-        if getattr(model, "criterion", None) is None:
-            _build_criterion(model)
-        self._criterion = criterion = getattr(model, "criterion", None)
+        self._criterion = criterion = _criterion(model)
         self._count = None
         if session.config.normalise == "host":
             session.approximate("all: normalise=host")
         elif hasattr(criterion, ONE_TO_MANY) and hasattr(criterion, ONE_TO_ONE):
-            self._end_to_end(model, criterion)
+            self._end_to_end(criterion)
         elif isinstance(criterion, v8DetectionLoss):
             self._detection(model, "criterion", ALL)
         elif isinstance(criterion, v8ClassificationLoss):
@@ -77,13 +76,8 @@ class Losses:
         elif criterion is not None:
             session.approximate(f"{type(criterion).__name__}: summed as the host does")
 
-    def _end_to_end(self, model: nn.Module, criterion: Any) -> None:
+    def _end_to_end(self, criterion: Any) -> None:
         self.crosses_epochs = not hasattr(criterion, "update")
-        named = list(model.named_parameters())
-        self.groups = {
-            ONE_TO_ONE: [p for n, p in named if ONE_TO_ONE in n],
-            ONE_TO_MANY: [p for n, p in named if ONE_TO_ONE not in n],
-        }
         for group in self.groups:
             self._detection(criterion, group, group)
 
@@ -144,14 +138,24 @@ class Losses:
         return weighed.sum() + (value.sum() - weighed.sum()) * share, items
 
 
-def _build_criterion(model: Any) -> None:
-    """As the host does in the first forward; some models choose theirs by the batch, or have none."""
-    if isinstance(model, YOLOEModel):
-        return
-    try:
-        model.criterion = model.init_criterion()
-    except NotImplementedError:
-        return
+def loss_groups(model: nn.Module, normalise: str) -> dict[str, list[nn.Parameter]]:
+    """Parameters by loss group, for end-to-end heads, whose two criteria count apart; otherwise empty."""
+    criterion = _criterion(model)
+    if normalise == "host" or not (hasattr(criterion, ONE_TO_MANY) and hasattr(criterion, ONE_TO_ONE)):
+        return {}
+    named = list(model.named_parameters())
+    return {
+        ONE_TO_ONE: [p for n, p in named if ONE_TO_ONE in n],
+        ONE_TO_MANY: [p for n, p in named if ONE_TO_ONE not in n],
+    }
+
+
+def _criterion(model: Any) -> Any:
+    """Built as the host does in the first forward; some models choose theirs by the batch, or have none."""
+    if getattr(model, "criterion", None) is None and not isinstance(model, YOLOEModel):
+        with suppress(NotImplementedError):
+            model.criterion = model.init_criterion()
+    return getattr(model, "criterion", None)
 
 
 def _host_terms(leaf: Any, names: tuple[str, ...], value: Tensor, items: Any, images: int) -> Tensor:

@@ -32,6 +32,7 @@ class Layout(precision_layout.Layout):
         self.apply(precision, memory_format)
 
     def store(self, order: torch.memory_format) -> None:
+        """Also those of the average."""
         super().store(order)
         if (average := self.trainer.ema) is not None:  # an older host has it on rank 0 only
             average.ema.to(memory_format=order)
@@ -39,6 +40,7 @@ class Layout(precision_layout.Layout):
 
     @property
     def host_precision(self) -> str:
+        """Of the host's own autocast."""
         if not self.trainer.amp:
             return "fp32"
         return "bf16" if self.trainer.args.amp == "bf16" else "fp16"

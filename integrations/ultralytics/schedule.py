@@ -2,38 +2,25 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
 
-from integrations.contract import UnsupportedRun
+from integrations.shared.batch_size import micro_batches_per_update
+from integrations.shared.learning_rate import rate_factor
 from integrations.ultralytics import versions
 
 
-def window_size(config: Any, batch: int) -> int | None:
+def window_size(config: Any, batch: int, rounded: bool = False) -> int | None:
     """K for this batch, or None where the host's own rule holds (`nbs`).
+
+    `rounded`: the user did not choose this batch, and the effective batch is rounded up.
 
     Raises:
         UnsupportedRun: an effective batch that is no multiple of the batch.
     """
-    if config.accumulate != "host":
-        return int(config.accumulate)
-    if config.effective_batch == "host":
-        return None
-    wanted = int(config.effective_batch)
-    if wanted % batch:
-        raise UnsupportedRun(
-            f"effective_batch={wanted}: not a multiple of batch={batch}; allowed are {batch}, {2 * batch}, ..."
-        )
-    return wanted // batch
-
-
-def window_size_rounded(config: Any, batch: int) -> int | None:
-    """K for a batch that the user did not choose: the effective batch is kept, rounded up."""
-    if config.effective_batch != "host" and config.accumulate == "host":
-        return math.ceil(int(config.effective_batch) / batch)
-    return window_size(config, batch)
+    allowed = f"allowed are {batch}, {2 * batch}, ..."
+    return micro_batches_per_update(config, batch, host=None, named=f"batch={batch}", allowed=allowed, rounded=rounded)
 
 
 def chosen_by_host(trainer: Any) -> bool:
@@ -52,7 +39,7 @@ def set_weight_decay(trainer: Any, effective: int) -> None:
 
 def scale_learning_rate(trainer: Any, rule: str, ratio: float) -> None:
     """Multiply the base rates by `ratio` (linear) or its root (sqrt): effective batch over the host's own."""
-    factor = {"off": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[rule]
+    factor = rate_factor(rule, ratio)
     if factor == 1.0:
         return
     bases = [base * factor for base in trainer.scheduler.base_lrs]

@@ -7,7 +7,7 @@ from typing import Any
 
 from ultralytics.engine.trainer import BaseTrainer
 
-from integrations.contract import SessionContract
+from integrations.contract import Session
 from integrations.patches import Patches
 
 HOST_CLIP_NORM = 10.0
@@ -20,7 +20,7 @@ class Stepping:
         due: micro-batches after which the window closes.
     """
 
-    def __init__(self, trainer: Any, session: SessionContract, patches: Patches, due: Callable[[], int]) -> None:
+    def __init__(self, trainer: Any, session: Session, patches: Patches, due: Callable[[], int]) -> None:
         self.trainer, self.session, self.due = trainer, session, due
         self.around = patches.around(trainer, "optimizer_step", self._optimizer_step)
 
@@ -44,7 +44,7 @@ class Stepping:
         if clip_norm is not None:
             session.close()
             return
-        outcome = session.prepare()
+        outcome = session.prepare_update()
         if outcome.stepped:
             scoped = Patches()
             scoped.put(trainer.scaler, "unscale_", lambda optimizer: None)  # that is done, and may be done only once
@@ -56,7 +56,7 @@ class Stepping:
             if trainer.scaler.is_enabled():
                 trainer.scaler.update()
             trainer.optimizer.zero_grad()
-        session.closed(outcome)
+        session.finish_update(outcome, averaged=True)
 
 
 def host_clip_norm(step: Callable[[], None]) -> float | None:

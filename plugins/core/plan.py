@@ -29,6 +29,7 @@ class Plan:
 
     @property
     def name(self) -> str:
+        """As the report and the plan file show it."""
         parts = [part for part in (self.precision, self.memory_format) if part != "host"]
         if self.compile != "eager":
             parts.append(f"{self.compile} compile")
@@ -38,6 +39,7 @@ class Plan:
 
     @property
     def eager(self) -> Plan:
+        """The same without compile."""
         return replace(self, compile="eager", cuda_graphs=False)
 
     def as_dict(self) -> dict[str, Any]:
@@ -78,6 +80,7 @@ class Timing:
 
     @property
     def middle(self) -> float:
+        """Median seconds of a step."""
         return median(self.seconds)
 
     @property
@@ -87,10 +90,12 @@ class Timing:
 
     @property
     def loss(self) -> float:
+        """Median loss on the same batch; NaN where none was seen."""
         return median(self.losses) if self.losses else math.nan
 
     @property
     def loss_range(self) -> float:
+        """How far apart the losses of equal steps were."""
         return max(self.losses) - min(self.losses)
 
     def beats(self, other: Timing) -> bool:
@@ -103,6 +108,7 @@ class Timing:
         return abs(self.loss - other.loss) <= TOLERANCE[self.plan.precision] * abs(other.loss) + noise
 
     def as_dict(self) -> dict[str, Any]:
+        """As a row of the report's candidates."""
         return {
             "plan": self.plan.name,
             "step_seconds_median": self.middle,

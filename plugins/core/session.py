@@ -1,140 +1,91 @@
-"""One training run: owns the parts and the order of an update; answers the seam's hooks.
+"""One training run: owns the parts, and answers what `integrations.contract.Session` declares.
 
-micro_batch -> plan -> forward in autocast through the compiled callable -> loss x weight -> backward
--> window closes -> schedule's rate -> unscale -> rescale -> finite? -> clip -> step -> zero -> EMA
+The order of an update stands in `plugins.core.step.update`.
 """
 
 from __future__ import annotations
 
-import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
-from plugins.config import AccelConfig
 from plugins.core import checkpoint
-from plugins.core.autotune.plan_cache import PlanCache, default_folder
-from plugins.core.autotune.plan_file import Start
-from plugins.core.autotune.timing import Trial, WindowStart, attributes_kept, buffers_kept
+from plugins.core.autotune.plan_cache import PlanCache
+from plugins.core.autotune.plan_file import Start, write_switches
+from plugins.core.autotune.run_guard import RunGuard
+from plugins.core.autotune.timing import Trial, WindowStart
 from plugins.core.autotune.tuner import Tuner
 from plugins.core.checkpoint.run_state import RunState
-from plugins.core.compile.compiled_module import CompiledModule
+from plugins.core.compile.decision import TuningStage
 from plugins.core.compile.manager import CompileManager
-from plugins.core.compile.monitor import CompileMonitor
-from plugins.core.step.accumulation import ALL, Term, Window
+from plugins.core.step.accumulation import Window
 from plugins.core.step.batchnorm import Statistics
-from plugins.core.step.update import NonFiniteGradient, Outcome, Update
-from plugins.core.system.malloc import FreedMemory
-from plugins.core.system.memory import Peaks
+from plugins.core.step.run_spec import RunSpec
+from plugins.core.step.update import Average, NonFiniteGradient, Outcome, Update
 from plugins.core.telemetry.recorder import Recorder
-from plugins.core.telemetry.series import Series
+
+__all__ = ["RunSpec", "Session"]
 
 
 class Session:
-    """Answers `integrations.contract.Seam` for one run of one model.
+    """One run, complete once it is built from its `spec`.
 
-    `say` shows a line to the user (a host's own logger).
+    Raises:
+        ValueError: CompileRefused, PlanError or precision.Unsupported, in one line; the model is as it was.
     """
 
     files = checkpoint
 
-    def __init__(self, config: AccelConfig, host: str, say: Callable[[str], None] = print) -> None:
-        self.config = config
-        self.recorder = Recorder(config, host, say)
-        self.report, self.metrics = self.recorder.report, self.recorder.metrics
-        self.window = Window()
-        self._schedule: Callable[[int], None] | None = None
-        self._start = Start()
-        self._trying = self._ended = False
-
-    # -- before the first batch -----------------------------------------------------------------------------------
-
-    def start_plan(self, device: torch.device) -> tuple[str, str]:
-        """Precision and memory format to begin with. What the settings leave open is measured later.
-
-        Raises:
-            precision.Unsupported: a precision that this device cannot train in.
-            PlanError: a plan file that is none.
-        """
-        self._start = Start.of(self.config, device)
-        return self._start.plan.precision, self._start.plan.memory_format
-
-    def model_ready(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        *,
-        device: torch.device,
-        micro_batch: int,
-        size: int | None,
-        expected: int = 1,
-        clip_norm: float | None = None,
-        scaler: Any = None,
-        average: Any = None,
-        groups: Mapping[str, Iterable[nn.Parameter]] | None = None,
-        schedule: Callable[[int], None] | None = None,
-        dims: Iterable[int] = (),
-        takes: Callable[[tuple[Any, ...]], bool] = lambda args: True,
-        sync: bool = False,
-        uncompilable: str = "",
-    ) -> None:
-        """Build the parts. `model` is the bare module; `clip_norm` the host's own, which the settings override.
-
-        Args:
-            size: K, micro-batches an update; None where the host closes windows by its own rule.
-            expected: K that the host's rule is expected to give.
-            average: an object with `update()`, and `state_dict`/`load_state_dict` where it is to be resumed.
-            dims: dimensions of the input that vary, for the compiler.
-            takes: which calls of the model to compile.
-            sync: reduce gradients over ranks here, once an update.
-            uncompilable: why this model's forward cannot be compiled, where it cannot.
-        """
-        self.model, self.device, self._schedule = model, device, schedule
-        self.window = Window(size, exact=self.config.normalise == "exact")
-        self.window.expected = size or expected
-        clip = self.config.clip_norm
+    def __init__(self, spec: RunSpec) -> None:
+        config, model, device = spec.config, spec.model, spec.device
+        start = Start.of(config, device)
+        self.config, self.model, self.device, self._ended = config, model, device, False
+        self.recorder = recorder = Recorder(config, spec.host, device, spec.say, spec.packages)
+        self.report, self.metrics = recorder.report, recorder.metrics
+        self.warn, self.approximate = recorder.warn, recorder.approximate
+        self.series, self.shape, self.none_finite = self.metrics.series, self.metrics.shape, self.metrics.none_finite
+        self.window = Window(spec.size, exact=config.normalise == "exact")
+        self.window.expected = spec.size or spec.expected
+        self.mean, self.batch_mean, self.share = self.window.mean, self.window.batch_mean, self.window.share
         self.update = Update(
-            optimizer,
-            scaler=scaler,
-            clip_norm=clip_norm if clip == "host" else None if clip == "off" else float(clip),
-            nonfinite=self.config.nonfinite,
-            groups=groups,
-            average=average,
-            sync=sync,
+            spec.optimizer,
+            scaler=spec.scaler,
+            clip_norm=spec.clips_at,
+            nonfinite=config.nonfinite,
+            groups=spec.groups,
+            average=spec.average,
+            sync=spec.sync,
             keep_gradients=lambda: self.compilation.cuda_graphs,
+            schedule=lambda: spec.schedule(self.updates),
             order=model.parameters(),
         )
-        self.statistics = Statistics(model, self.config.batchnorm)
-        self.statistics.apply(self.window.expected)
-        self.peaks, self.freed = Peaks(device), FreedMemory(device)
-        self.describe_window(micro_batch)
-        self.recorder.begin(device, self.peaks, self.statistics, self.update.clip_norm, self.window.exact)
-        cache = PlanCache(
-            default_folder() if self.config.cache_dir == "auto" else Path(self.config.cache_dir), self.warn
-        )
-        if self.config.compile != "off":
-            cache.use_for_compiler()
+        self.parameters, self.beside_model = self.update.parameters, partial(self.update.beside, model)
+        self.guard = RunGuard(model, self.update, self.window, recorder)
+        self.statistics = Statistics(model, config.batchnorm)
+        self.describe_window(spec.micro_batch)
+        recorder.begin(self.statistics, self.update.clip_norm, self.window.exact)
+        self._cache = PlanCache.of(config, self.warn)
         self.compilation = CompileManager(
-            self.config, model, device, self.report.compile, self.warn, dims, takes, uncompilable
+            config, model, device, self.report.compile, self.warn, spec.dims, spec.takes, spec.uncompilable
         )
-        self.metrics.series.compiled_at = self.compilation.compiled_at
+        self.monitor, self.compile_validation = self.compilation.monitor, self.compilation.validation
+        self.series.compiled_at = self.compilation.compiled_at
         try:
+            self.training_mode()
             self.compilation.start()
+            self.open_plan(start)
         except BaseException:
-            self.end()
+            self._undo()
             raise
-        self._cache = cache
-        self.tuner = Tuner(self, model, device, self._start, cache, self.compilation)
 
     def open_plan(self, start: Start) -> None:
         """Begin with another plan than was said, before the first micro-batch."""
-        self._start = start
-        self.tuner = Tuner(self, self.model, self.device, start, self._cache, self.compilation)
+        self.tuner = Tuner(self.guard, self.model, self.device, start, self._cache, self.compilation)
 
     def describe_window(self, micro_batch: int) -> None:
         """Tell the report the sizes in force (again after a host changed its batch)."""
@@ -150,50 +101,49 @@ class Session:
         self.tuner.at_window(WindowStart(trial, self.updates, left, tuple(shape), self.window.expected))
         self.metrics.forgive(time.perf_counter() - began)
 
-    @contextmanager
-    def untouched(self) -> Iterator[None]:
-        """What runs inside leaves no trace: window, buffers, plain attributes, gradients, random state.
-
-        Those of the model and its optimizer, and the global generators. What a model or a loss keeps elsewhere is not
-        known here, and moves with every trial: a criterion's BatchNorm, a generator of its own, a global list.
-        """
-        state, self._trying = checkpoint.random_state(), True
-        try:
-            with buffers_kept(self.model), attributes_kept(self.model):
-                yield
-        finally:
-            self._trying = False
-            self.clear_gradients()
-            torch.clear_autocast_cache()
-            checkpoint.set_random_state(state)
-
-    def clear_gradients(self) -> None:
-        """Also of a criterion's own parameters, which the optimizer holds beside the model's."""
-        keep = self.update.keep_gradients()
-        self.model.zero_grad(set_to_none=not keep)
-        for parameter in self.update.parameters():
-            if not keep:
-                parameter.grad = None
-            elif parameter.grad is not None:
-                parameter.grad.zero_()
-
-    def progress(self, text: str) -> None:
-        sys.stderr.write(f"accel: {text}\n")
-
-    def compile_validation(self, model: nn.Module) -> None:
-        self.compilation.validation(model)
+    @property
+    def waits(self) -> bool:
+        """Whether `plan_window` may still try or switch something."""
+        return self.tuner.waits
 
     @property
-    def compiled(self) -> list[CompiledModule]:
-        return self.compilation.parts
+    def timing(self) -> bool:
+        """Whether the run's own eager steps are timed now, and trials may follow."""
+        return self.tuner.state is TuningStage.TIMING and not self.compilation.active
 
     @property
-    def series(self) -> Series:
-        return self.metrics.series
+    def measured(self) -> bool:
+        """Whether nothing is tried any more."""
+        return self.tuner.measured
 
     @property
-    def monitor(self) -> CompileMonitor:
-        return self.compilation.monitor
+    def may_compile(self) -> bool:
+        """Whether compiled code runs, or may run later."""
+        return self.tuner.may_compile
+
+    def measure_nothing(self, why: str) -> None:
+        """No trial from now on."""
+        self.tuner.measure_nothing(why)
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The one in force, see `use`."""
+        return self.update.optimizer
+
+    @property
+    def scaler(self) -> Any:
+        """The gradient scaler in force, or None."""
+        return self.update.scaler
+
+    @property
+    def average(self) -> Average | None:
+        """What is moved after every update."""
+        return self.update.average
+
+    @property
+    def keeps_gradients(self) -> bool:
+        """Whether gradients have to be zeroed in place now, as CUDA graphs need."""
+        return self.update.keep_gradients()
 
     # -- a micro-batch and its window -----------------------------------------------------------------------------
 
@@ -221,18 +171,6 @@ class Session:
         self.window.count(samples)
         self.report.window.micro_batches += 1
 
-    def shape(self, shape: Iterable[int], padding: int = 0) -> None:
-        self.metrics.shape(shape, padding)
-
-    def mean(self, count: Tensor | float, group: str = ALL) -> Tensor | float:
-        return 1.0 if self._trying else self.window.weigh({group: Term.mean(count)})[group]
-
-    def batch_mean(self, images: int, targets: Tensor | float, group: str = ALL) -> Tensor | float:
-        return 1.0 if self._trying else self.window.weigh({group: Term.batch_mean(images, targets)})[group]
-
-    def share(self, group: str = ALL) -> Tensor | float:
-        return 1.0 if self._trying else self.window.share(group)
-
     def backward_done(self) -> Outcome | None:
         return self.close() if self.window.full else None
 
@@ -248,51 +186,53 @@ class Session:
 
     def join(self) -> Outcome | None:
         """Close the window, or take part in the update of other ranks that have one; None where no rank has."""
-        self._before_update()
-        with self._statistics_kept():
-            outcome = self.update.step(self.window)
+        with self._update_begins():
+            outcome = self.update.run_update(self.window)
         if outcome is not None:
-            self.closed(outcome)
-        else:
-            self.window.close()
+            self._closed(outcome)
+        self.window.close()
         return outcome
 
-    def use(self, optimizer: torch.optim.Optimizer, scaler: Any, clip_norm: float | None) -> None:
-        """What the host steps with from now on: a callback may have exchanged it. See `model_ready`."""
-        self.update.optimizer, self.update.scaler = optimizer, scaler
-        if self.config.clip_norm == "host":
-            self.update.clip_norm = clip_norm
+    def prepare_update(self) -> Outcome:
+        """For hosts that step by themselves: everything up to the step. `finish_update` follows it."""
+        with self._update_begins():
+            outcome = self.update.prepare_update(self.window)
+        assert outcome is not None, "an update of a window that no rank has"
+        return outcome
 
-    def prepare(self) -> Outcome:
-        """For hosts that step by themselves: gradients unscaled, exact, checked and clipped. After the host's step
-        come `update.finish` and `closed`."""
-        self._before_update()
-        with self._statistics_kept():
-            return self.update.prepare(self.window)
+    def finish_update(self, outcome: Outcome, averaged: bool = False) -> None:
+        """The host has stepped, or skipped; `averaged`: it has moved the average itself."""
+        if not averaged:
+            self.update.finish_update(outcome)
+        self._closed(outcome)
+        self.window.close()
 
     @contextmanager
-    def _statistics_kept(self) -> Iterator[None]:
+    def _update_begins(self) -> Iterator[None]:
         """nonfinite=stop ends the run: BatchNorm's statistics are those of before the bad window."""
+        self.recorder.gradients(self.model)
         try:
             yield
         except NonFiniteGradient:
             self.statistics.restore()
             raise
 
-    def _before_update(self) -> None:
-        if self._schedule is not None:
-            self._schedule(self.updates)
-        self.recorder.gradients(self.model)
-
-    def closed(self, outcome: Outcome) -> None:
-        """Bookkeeping after an update; called by hosts that step by themselves as well."""
+    def _closed(self, outcome: Outcome) -> None:
         if not outcome.stepped:
             self.statistics.restore()
-        self.recorder.closed(outcome, self.device)
-        self.window.close()
-        self.peaks.update_done()
-        self.freed.update_done(self.peaks.first_gib or 0.0)
+        self.recorder.closed(outcome)
         self.compilation.hold_budget(self.updates)
+
+    def use(self, optimizer: torch.optim.Optimizer, scaler: Any, clip_norm: float | None) -> None:
+        """What the host steps with from now on: a callback may have exchanged it. See `RunSpec`."""
+        self.update.optimizer, self.update.scaler = optimizer, scaler
+        if self.config.clip_norm == "host":
+            self.update.clip_norm = clip_norm
+
+    def resize(self, size: int | None, expected: int, micro_batch: int) -> None:
+        """The host changed its batch: windows and samples from now on, as in `RunSpec`."""
+        self.window.size, self.window.expected = size, size or expected
+        self.describe_window(micro_batch)
 
     def drop(self) -> None:
         """Forget an unfinished window (the host threw its gradients away, or stopped after its last save)."""
@@ -321,18 +261,11 @@ class Session:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.run_state().load_state_dict(state)
 
-    def warn(self, text: str) -> None:
-        self.recorder.warn(text)
-
-    def approximate(self, term: str) -> None:
-        self.recorder.approximate(term)
-
     def write_report(self, folder: Path) -> Path:
-        """Write the report as it stands now, and the plan beside it."""
+        """Write the report as it stands now, and the plan beside it; returns the path of its JSON."""
         self._sum_up()
         path = self.report.write(folder, self.metrics.series)
-        if hasattr(self, "tuner"):
-            self.tuner.write(folder)
+        write_switches(folder, self.tuner.start, self.tuner.switches)  # `plan=FILE` runs it without a trial
         return path
 
     def end(self, folder: Path | None = None) -> Path | None:
@@ -343,33 +276,23 @@ class Session:
         if self._ended:
             return None
         self._ended = True
-        path = None
-        if hasattr(self, "tuner"):
+        try:
             self.tuner.end()
-        self._sum_up()
-        if folder is not None:
-            try:
-                path = self.write_report(folder)
-            except OSError as error:
-                self.warn(f"report not written: {error}")
-        if hasattr(self, "compilation"):
-            self.compilation.end()
-        if hasattr(self, "statistics"):
-            self.statistics.undo()
-            self.freed.release()
-        return path
+            self._sum_up()
+            return self.write_report(folder) if folder is not None else None
+        except OSError as error:
+            self.warn(f"report not written: {error}")
+            return None
+        finally:
+            self._undo()
+
+    def _undo(self) -> None:
+        self.compilation.end()
+        self.statistics.undo()
+        self.recorder.freed.release()
 
     def _sum_up(self) -> None:
-        report = self.report
-        self.recorder.sum_up()
-        if hasattr(self, "tuner"):
-            self.metrics.series.switched_at = [switch.update for switch in self.tuner.switches]
-            self.compilation.sum_up()
-            self.tuner.sum_up(report.speed, report.compile)
-        if hasattr(self, "peaks"):
-            self.peaks.end()
-            report.memory.allocator = self.freed.kept or "host"
-            report.memory.first_step_peak_gib = self.peaks.first_gib
-            report.memory.steady_peak_gib = self.peaks.steady_gib
-        if hasattr(self, "update") and self.update.average is not None:
-            report.ema.updates = int(getattr(self.update.average, "updates", 0))
+        self.compilation.sum_up()
+        self.tuner.sum_up(self.report.speed, self.report.compile)
+        self.metrics.series.switched_at = [switch.update for switch in self.tuner.switches]
+        self.recorder.sum_up(self.update.average)

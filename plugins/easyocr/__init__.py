@@ -17,15 +17,15 @@ from pathlib import Path
 from typing import Any
 
 from integrations.easyocr.checkpointing import Result, earlier_run, in_the_way
-from integrations.easyocr.errors import EasyOCRError
 from integrations.easyocr.prepare import prepare
 from integrations.easyocr.settings import read_settings
 from plugins.config import AccelConfig
+from plugins.core.autotune.plan_file import check_plan_file
 from plugins.core.checkpoint.rng_state import seed_everything
 from plugins.core.checkpoint.run_lock import FolderInUse, run_lock
 from plugins.core.system.distributed import joined
 from plugins.easyocr import training
-from plugins.errors import AccelError
+from plugins.errors import AccelError, refusals_as_errors
 
 __all__ = ["Result", "fit"]
 
@@ -41,27 +41,32 @@ def fit(
     say: Callable[[str], None] = print,
     **options: Any,
 ) -> Result:
-    """Trains until `num_iter` updates, an early stop, or Ctrl-C (which finishes the update and saves everything).
+    """Fine-tune a recognizer, until `num_iter` updates, an early stop, or Ctrl-C.
 
-    A run of which 100 updates in a row were skipped, for a gradient that is not finite, ends as well.
+    Ctrl-C finishes the update and saves everything. A run of which 100 updates in a row were skipped, for a gradient
+    that is not finite, ends as well.
 
     Args:
         config: the official yaml, or its keys as a mapping; `accel:` in it holds AccelConfig's fields.
-        train, valid: folders or Hugging Face data sets, instead of the yaml's train_data and valid_data.
+        train: a folder or a Hugging Face data set, instead of the yaml's train_data.
+        valid: the same, instead of its valid_data.
         resume: True goes on from the experiment's own last.pt, a path from that file.
-        options: keys of the yaml and fields of AccelConfig, laid over both.
+        say: shows a line to the user.
+        **options: keys of the yaml and fields of AccelConfig, laid over both.
+
+    Returns:
+        What the run came to: its folder, the Reader's files, scores, and why it stopped.
 
     Raises:
         AccelError: one line that names the file or key, the value and what is allowed; nothing is written then.
     """
     fields = {f.alias or name for name, f in AccelConfig.model_fields.items()}
-    try:
+    with refusals_as_errors():
         settings, accel = read_settings(config, fields, **{k: v for k, v in options.items() if k not in fields})
         chosen = _config({**accel, **{k: v for k, v in options.items() if k in fields}})
         seed_everything(settings.manualSeed if chosen.seed == "host" else int(chosen.seed))
+        check_plan_file(chosen)
         prepared = prepare(settings, train, valid)
-    except EasyOCRError as error:
-        raise AccelError(str(error)) from None
     last = prepared.folder / "last.pt"
     start = last if resume is True else Path(resume) if resume else None
     if start is not None and not start.is_file():
@@ -76,7 +81,11 @@ def fit(
     if wrong := in_the_way(prepared):
         raise AccelError(f"{wrong}: is a folder, where this run writes a file of that name")
     try:
-        with joined() as rank, run_lock(prepared.folder, *FOLDERS) if rank == 0 else nullcontext():
+        with (
+            refusals_as_errors(),
+            joined() as rank,
+            run_lock(prepared.folder, *FOLDERS) if rank == 0 else nullcontext(),
+        ):
             return training.Run(prepared, chosen, rank, say).train(start, own)
     except FolderInUse as error:
         raise AccelError(f"output={error}") from None

@@ -12,16 +12,15 @@ from torch import Tensor
 
 from integrations.easyocr import optimizer
 from integrations.easyocr.checkpointing import Result, Standing
-from integrations.easyocr.errors import EasyOCRError
 from integrations.easyocr.labels import ctc_loss
 from integrations.easyocr.network import read
 from integrations.easyocr.prepare import Prepared
 from integrations.easyocr.scoring import score
 from integrations.easyocr.stream import MicroBatch, loader
 from integrations.easyocr.tensorboard_log import Board, Pace, Row
+from integrations.shared.bucketing import choose_edges
 from plugins.config import AccelConfig
 from plugins.core.checkpoint.atomic_file import sweep, write_atomically
-from plugins.core.compile.dynamic_shapes import choose_edges
 from plugins.core.step.update import NonFiniteGradient
 from plugins.core.system import devices
 from plugins.core.system.distributed import any_rank, from_first
@@ -74,7 +73,7 @@ class Run:
         widths = self.prepared.lines.widths()
         widest = max(widths)
         if config.buckets == "auto":
-            compiled = self.accel.session.tuner.may_compile
+            compiled = self.accel.session.may_compile
             most = max(1, config.recompile_budget - ROOM) if compiled else MOST_BUCKETS
             return choose_edges(widths, most, WIDTH_STEP)
         if config.buckets == "off":
@@ -124,8 +123,6 @@ class Run:
                 self.at.draw(None if stopped == "interrupted" else self.accel.device)
         except NonFiniteGradient as error:
             raise AccelError(f"nonfinite=stop: {error}; the last save is untouched") from None
-        except EasyOCRError as error:
-            raise AccelError(str(error)) from None
         except OSError as error:  # a full disk, a folder in a file's place: what was saved before is untouched
             if not error.filename:
                 raise
@@ -151,7 +148,7 @@ class Run:
                     self._validate(board)
                     if settings.patience and self.at.stale >= settings.patience:
                         return "patience"
-                if accel.session.metrics.none_finite(DIVERGED):
+                if accel.session.none_finite(DIVERGED):
                     return "diverged"
                 if accel.updates >= settings.num_iter:
                     break  # before another batch is waited for

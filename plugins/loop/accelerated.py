@@ -22,7 +22,6 @@ reduced once an update.
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from numbers import Real
@@ -34,28 +33,27 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from integrations.contract import UnsupportedRun, micro_batches
+from integrations import contract
+from integrations.contract import Outcome
 from integrations.precision_layout import LoopLayout
+from integrations.shared.batch_size import micro_batches_per_update
 from plugins.config import AccelConfig
 from plugins.core import checkpoint
-from plugins.core.autotune.plan_file import PlanError, Start
-from plugins.core.compile.compiled_module import CompileRefused
-from plugins.core.session import Session
-from plugins.core.step import precision
+from plugins.core.autotune.plan_file import Start
+from plugins.core.session import RunSpec, Session
 from plugins.core.step.ema import EMA
-from plugins.core.step.update import Outcome
 from plugins.core.system.distributed import same_start
-from plugins.core.telemetry.report import versions
-from plugins.errors import AccelError
+from plugins.errors import AccelError, refusals_as_errors
 from plugins.loop import nested
 from plugins.loop.checks import bare_module, check_model, check_optimizer, check_schedule
+from plugins.loop.deprecated import DeprecatedNames
 from plugins.loop.micro_batches import LoopStep
 from plugins.loop.replay import Replay
 from plugins.loop.run import LoopRun
 from plugins.loop.tuning import LoopTuning, by_rule, may_measure, scale_rate, settings
 
 
-class Accelerated(LoopRun):
+class Accelerated(LoopRun, DeprecatedNames):
     """One training run of `model`, which stays the object it is.
 
     Args:
@@ -74,7 +72,7 @@ class Accelerated(LoopRun):
         host: name of the plug in the report.
         say: shows a line to the user.
         config: an accel.yaml, or an AccelConfig.
-        options: AccelConfig's fields.
+        **options: AccelConfig's fields.
 
     Raises:
         AccelError: an unknown option, a bad value, or a model, optimizer or option that cannot be served.
@@ -96,9 +94,9 @@ class Accelerated(LoopRun):
         config: AccelConfig | str | Path | None = None,
         **options: Any,
     ) -> None:
-        self._deprecated: set[str] = set()
+        super().__init__()
         if planned is not None:
-            self._outdated("planned", "tunes=True, or batches and training_step")
+            self.outdated("planned", "tunes=True, or batches and training_step")
         self.model, self.optimizer, self._bare = model, optimizer, bare_module(model)
         check_model(self._bare)
         check_optimizer(optimizer)
@@ -116,33 +114,34 @@ class Accelerated(LoopRun):
         measured = bool(tunes or planned) and may_measure(self.config)
         from_file = isinstance(self.config.plan, Path)  # which says everything
         chosen = self.config if measured or from_file else by_rule(self.config, self._bare, self.device)
-        self.session = Session(chosen, host, say)
         self.layout = LoopLayout(self._bare, self.device)
-        try:
-            self.layout.apply(*self.session.start_plan(self.device))
-            if self.world > 1:
-                same_start(self._bare)
-            wanted = self.config.ema not in ("host", "off")
-            self.average = EMA(self._bare, float(self.config.ema), wide=True) if wanted else None
-            self.session.model_ready(
-                self._bare,
-                optimizer,
-                device=self.device,
-                micro_batch=micro_batch or 0,
-                size=self.accumulate,
-                clip_norm=host_clip_norm,
-                scaler=torch.amp.GradScaler(self.device.type) if Start.of(chosen, self.device).in_fp16 else None,
-                average=self.average,
-                dims=dims,
-                takes=lambda args: not self._validating or self.config.validate_ == "compiled",
-                sync=self.world > 1,
-            )
-        except (CompileRefused, PlanError, precision.Unsupported) as error:
-            raise AccelError(str(error)) from None
+        start = Start.of(chosen, self.device)
+        self.layout.apply(start.precision, start.memory_format)
+        if self.world > 1:
+            same_start(self._bare)
+        wanted = self.config.ema not in ("host", "off")
+        self.average = EMA(self._bare, float(self.config.ema), wide=True) if wanted else None
+        spec = RunSpec(
+            chosen,
+            host,
+            self._bare,
+            optimizer,
+            device=self.device,
+            micro_batch=micro_batch or 0,
+            size=self.accumulate,
+            clip_norm=host_clip_norm,
+            scaler=torch.amp.GradScaler(self.device.type) if start.in_fp16 else None,
+            average=self.average,
+            dims=dims,
+            takes=lambda args: not self._validating or self.config.validate_ == "compiled",
+            sync=self.world > 1,
+            say=say,
+        )
+        self.session: contract.Session = Session(spec)
         self._step = LoopStep(self.session, self.scheduler, self.world)
         self._tuning = LoopTuning(self.config, self.session, self.layout, Replay(self._bare, self.place), measured)
         if self.world > 1:
-            same_start(self.session.update.beside(self._bare))
+            same_start(self.session.beside_model())
         self._describe()
 
     # -- training ------------------------------------------------------------------------------------------------
@@ -265,9 +264,9 @@ class Accelerated(LoopRun):
     # -- what is measured ----------------------------------------------------------------------------------------
 
     def tune(self, loss: Callable[[], Tensor], left: float, shape: Iterable[int]) -> None:
-        """Let what is `auto` be measured (without `tunes`: compile alone), for a loop that does not use
-        `training_step`; call it before the forward of every micro-batch, outside autocast.
+        """Let what is `auto` be measured, for a loop that does not use `training_step`.
 
+        Call it before the forward of every micro-batch, outside autocast. Without `tunes`, compile alone is measured.
         Only the first one of a window is used, and while there is something to decide; nothing of the run is touched.
 
         Args:
@@ -278,36 +277,18 @@ class Accelerated(LoopRun):
         """
         self._tuning.tune(loss, left, shape)
 
-    def plan(self, loss: Callable[[], Tensor], left: float, shape: Iterable[int]) -> None:
-        """The deprecated name of `tune`."""
-        self._outdated("plan", "batches and training_step, or tune")
-        self.tune(loss, left, shape)
-
-    def moved(self, value: Tensor) -> Any:
-        """The deprecated name of `place`."""
-        self._outdated("moved", "place")
-        return self.place(value)
-
-    def _outdated(self, name: str, instead: str) -> None:
-        if name not in self._deprecated:
-            self._deprecated.add(name)
-            warnings.warn(f"Accelerated: {name} is deprecated; use {instead}", DeprecationWarning, stacklevel=3)
-
     # -- settings into facts -------------------------------------------------------------------------------------
 
     def _micro_batches_an_update(self, micro_batch: int | None) -> int:
         wanted = self.config.effective_batch
-        if wanted == "host":
-            return 1 if self.config.accumulate == "host" else int(self.config.accumulate)
-        if micro_batch is None:
+        if wanted != "host" and micro_batch is None:
             raise AccelError(f"effective_batch={wanted}: needs micro_batch, the samples that each backward sees")
-        try:
-            return micro_batches(wanted, micro_batch * self.world, "micro_batch x processes")
-        except UnsupportedRun as error:
-            raise AccelError(str(error)) from None
+        step = (micro_batch or 1) * self.world
+        named = f"the {step} samples of one step (micro_batch x processes)"
+        with refusals_as_errors():
+            return micro_batches_per_update(self.config, step, host=1, named=named)
 
     def _describe(self) -> None:
         report = self.session.report
-        report.versions = versions()
         report.config = self.config.dump()
         report.ema.decay = self.average.decay if self.average is not None else None

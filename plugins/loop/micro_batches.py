@@ -8,9 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from plugins.core.session import Session
+from integrations.contract import Outcome, Session
 from plugins.core.step.gradients import WindowGradients
-from plugins.core.step.update import Outcome
 
 FOREIGN = (
     "gradients that another backward left in the model between forward and accel.backward are no part of the update, "
@@ -29,7 +28,7 @@ class LoopStep:
 
     def __init__(self, session: Session, scheduler: Any, world: int) -> None:
         self.session, self.scheduler, self.world = session, scheduler, world
-        self._gradients = WindowGradients(session.update.parameters, session.update.keep_gradients)
+        self._gradients = WindowGradients(session.parameters, lambda: session.keeps_gradients)
         self._arrived: int | None = None  # samples of the micro-batch that has had a forward, and no backward yet
 
     def arrive(self, samples: int) -> None:
@@ -67,7 +66,7 @@ class LoopStep:
 
     def _weighted_backward(self, loss: Tensor | Iterable[tuple[Tensor, float]], weight: float | Tensor) -> None:
         factor = self.session.mean(weight)
-        window, scaler = self.session.window, self.session.update.scaler
+        window, scaler = self.session.window, self.session.scaler
         if isinstance(weight, Tensor) and weight.device.type != "cpu":  # whether it is 0 would have to be waited for
             factor = factor * (weight > 0) if window.weighted else factor
         elif weight == 0:

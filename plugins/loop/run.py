@@ -14,11 +14,10 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Self
 
+from integrations.contract import Outcome, Session
 from plugins.core import checkpoint
 from plugins.core.checkpoint import loop_checkpoint
-from plugins.core.session import Session
 from plugins.core.step.ema import EMA
-from plugins.core.step.update import Outcome
 from plugins.loop.micro_batches import LoopStep
 from plugins.loop.tuning import LoopTuning
 
@@ -66,7 +65,7 @@ class LoopRun(ABC):
     def train(self, mode: bool = True) -> None:
         """Training mode; BatchNorm layers that the settings freeze stay in eval mode."""
         self.model.train(mode)
-        self.session.statistics.apply(self.accumulate)
+        self.session.training_mode()
 
     def weights(self) -> dict[str, Tensor]:
         """What to ship: the averaged weights where there is an EMA, else the live ones; the model's own names."""
@@ -77,9 +76,16 @@ class LoopRun(ABC):
     # -- save and resume -----------------------------------------------------------------------------------------
 
     def save(self, path: str | Path, **extra: Any) -> Path:
-        """Writes everything that a bit-for-bit resume needs, atomically; `extra` holds plain values and tensors.
+        """Write everything that a bit-for-bit resume needs, atomically.
 
         The weights lie under "model" with the model's own names; the file loads with `weights_only=True`.
+
+        Args:
+            path: of the file.
+            **extra: plain values and tensors of yours, which `resume` gives back.
+
+        Returns:
+            The path.
 
         Raises:
             AccelError: something in `extra` that could not be loaded in this way.
@@ -92,7 +98,13 @@ class LoopRun(ABC):
         return Path(path)
 
     def resume(self, path: str | Path) -> dict[str, Any]:
-        """Goes on where `save` stopped, random state included; returns `extra`.
+        """Go on where `save` stopped, random state included.
+
+        Args:
+            path: of a file that `save` wrote, of the same model and optimizer.
+
+        Returns:
+            What `save` was given as `extra`.
 
         Raises:
             AccelError: a missing, damaged or foreign file, or one of another model; nothing is changed then.
@@ -106,7 +118,14 @@ class LoopRun(ABC):
         return dict(state["extra"])
 
     def end(self, folder: str | Path | None = None) -> Path | None:
-        """Takes everything off the model and writes accel_report.* into `folder`; safe to call twice."""
+        """Take everything off the model, and write the report; safe to call twice.
+
+        Args:
+            folder: where accel_report.* and accel_plan.json go; None writes none.
+
+        Returns:
+            The path of accel_report.json, or None where none was written.
+        """
         return self.session.end(Path(folder) if folder is not None else None)
 
     def __enter__(self) -> Self:

@@ -14,9 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from integrations.contract import Session
+from integrations.shared.learning_rate import rate_factor
 from plugins.config import AccelConfig
 from plugins.core.autotune.plan_file import Start
-from plugins.core.session import Session
 from plugins.core.step import precision
 from plugins.errors import AccelError
 from plugins.loop import nested
@@ -30,8 +31,11 @@ class Layout(Protocol):
 
     device: torch.device
 
-    def apply(self, precision: str, memory_format: str) -> None: ...
-    def at(self, batch: Any) -> Any: ...
+    def apply(self, precision: str, memory_format: str) -> None:
+        """Switch precision and memory format."""
+
+    def at(self, batch: Any) -> Any:
+        """A batch in the layout in force."""
 
 
 class LoopTuning:
@@ -73,9 +77,9 @@ class LoopTuning:
         if not self.measured:
             return
         first = next(nested.tensors(batch), None)
-        if first is not None and self.session.window.empty and self.session.tuner.waits:
+        if first is not None and self.session.window.empty and self.session.waits:
             self.session.plan_window(self.layout.at(self.replay.loss), self._left, first.shape)
-        if self.session.tuner.state == "done":
+        if self.session.measured:
             self.replay.forget()
 
     def noting(self) -> AbstractContextManager[None]:
@@ -84,18 +88,18 @@ class LoopTuning:
 
     @property
     def _notes(self) -> bool:
-        return self.measured and self.session.tuner.state == "timing" and not self.session.compilation.active
+        return self.measured and self.session.timing
 
     def after(self) -> None:
         """After a forward: without a call of the model there is nothing to try."""
         if self._notes and not self.replay.calls:
-            self.session.tuner.measure_nothing("the loss function does not call the model itself")
+            self.session.measure_nothing("the loss function does not call the model itself")
 
     def tune(self, loss: Callable[[], Tensor], left: float, shape: Iterable[int]) -> None:
         """See `Accelerated.tune`."""
         if not isinstance(left, Real) or math.isnan(left):
             raise AccelError(f"plan: left={left!r}: expected the micro-batches still to come, or math.inf")
-        if self.session.window.empty and self.session.tuner.waits:
+        if self.session.window.empty and self.session.waits:
             trial = self.layout.at(partial(_checked, loss))
             self.session.plan_window(trial, int(max(min(left, ENDLESS), 0)), shape)
 
@@ -123,19 +127,20 @@ def settings(config: AccelConfig | str | Path | None, options: dict[str, Any], w
 
 
 def may_measure(config: AccelConfig) -> bool:
-    """Whether a loop that tunes has a use for the planner: ranks would have to agree on what they measure, and at
-    `compile=on` every candidate would be compiled anew."""
+    """Whether a loop that tunes has a use for the tuner.
+
+    Ranks would have to agree on what they measure, and at `compile=on` every candidate would be compiled anew.
+    """
     alone = not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1)
     return isinstance(config.plan, Path) or (config.plan == "auto" and config.compile != "on" and alone)
 
 
 def scale_rate(config: AccelConfig, optimizer: torch.optim.Optimizer, accumulate: int) -> None:
     """The learning rate for `accumulate` times as many samples an update, as `lr_scale` says."""
-    if config.lr_scale == "off":
-        return
-    factor = accumulate if config.lr_scale == "linear" else math.sqrt(accumulate)
-    for group in optimizer.param_groups:
-        group["lr"] *= factor
+    factor = rate_factor(config.lr_scale, accumulate)
+    if factor != 1.0:
+        for group in optimizer.param_groups:
+            group["lr"] *= factor
 
 
 def by_rule(config: AccelConfig, model: nn.Module, device: torch.device) -> AccelConfig:
@@ -144,10 +149,7 @@ def by_rule(config: AccelConfig, model: nn.Module, device: torch.device) -> Acce
     Raises:
         AccelError: a precision that the device cannot train in.
     """
-    try:
-        dtype = precision.resolve(config.precision, device)
-    except precision.Unsupported as error:
-        raise AccelError(str(error)) from None
+    dtype = precision.resolve(config.precision, device)
     convolutions = any(isinstance(module, nn.Conv2d) for module in model.modules())
     layout = "channels_last" if config.memory_format != "host" and convolutions else "host"
     return config.model_copy(update={"precision": dtype, "memory_format": layout})

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from plugins.config import AccelConfig
 from plugins.core import session
 from plugins.core.autotune import timing
+from plugins.core.autotune.plan_file import Start
 from plugins.core.plan import Plan
-from plugins.core.session import Session
+from plugins.core.session import RunSpec, Session
 from plugins.core.telemetry import step_metrics
 from tests.core.tiny import CPU
 
@@ -115,15 +116,13 @@ class Host:
 
     def session(self, size: int = 1, **options: Any) -> Session:
         torch.manual_seed(1)
-        made = Session(
-            AccelConfig(**{"precision": "auto", "compile": "off", "cache_dir": self.cache, **options}),
-            "test",
-            say=self.said.append,
+        config = AccelConfig(**{"precision": "auto", "compile": "off", "cache_dir": self.cache, **options})
+        start = Start.of(config, CPU)
+        self.apply(start.precision, start.memory_format)
+        self.open = Session(
+            RunSpec(config, "test", self.model, self.optimizer, CPU, micro_batch=4, size=size, say=self.said.append)
         )
-        self.apply(*made.start_plan(CPU))
-        made.model_ready(self.model, self.optimizer, device=CPU, micro_batch=4, size=size)
-        self.open = made
-        return made
+        return self.open
 
     def run(
         self,

@@ -10,10 +10,7 @@ import torch
 import torch._dynamo.callback as compile_callbacks
 from torch import nn
 
-from integrations.contract import SessionContract
-from plugins.config import AccelConfig
 from plugins.core.compile.compiled_module import CompileRefused
-from plugins.core.session import Session
 from tests.core.tiny import batches, fault, feed, mlp, same, session_of, snapshot
 
 ON = {"compile": "on", "compile_backend": "eager"}
@@ -374,9 +371,19 @@ def test_end_undoes_and_happens_once(tmp_path: Path) -> None:
     assert listeners() == before
 
 
-def test_end_before_the_model_is_ready() -> None:
-    session = Session(AccelConfig(), "test")
-    assert session.end(Path.cwd()) == Path.cwd() / "accel_report.json"
+def test_a_session_that_cannot_be_built_leaves_the_model_as_it_was() -> None:
+    model, before = mlp(norm=True), listeners()
+    attributes = vars(model).copy()
+    with pytest.raises(CompileRefused, match="no_such_part"):
+        session_of(model, sgd(model), 2, {**ON, "batchnorm": "momentum", "compile_scope": ["no_such_part"]})
+    assert vars(model) == attributes
+    assert model.norm.momentum == 0.1
+    assert listeners() == before
+
+
+def test_a_session_ends_before_the_first_micro_batch(tmp_path: Path) -> None:
+    model = mlp()
+    assert session_of(model, sgd(model)).end(tmp_path) == tmp_path / "accel_report.json"
 
 
 def test_a_folder_that_cannot_be_written_costs_the_report_and_nothing_else(tmp_path: Path) -> None:
@@ -402,21 +409,8 @@ def test_a_read_only_folder(tmp_path: Path) -> None:
         tmp_path.chmod(0o700)
 
 
-def test_the_session_answers_every_hook_of_the_seam() -> None:
-    import inspect
-
-    session = Session(AccelConfig(), "test")
-    for name, hook in vars(SessionContract).items():
-        if name.startswith("_"):
-            continue
-        assert hasattr(session, name), name
-        if inspect.isfunction(hook):
-            asked, answered = (inspect.signature(f).parameters for f in (hook, getattr(Session, name)))
-            assert {n: p.kind for n, p in asked.items()} == {n: p.kind for n, p in answered.items()}, name
-
-
 def test_a_loss_weighted_by_hand_is_what_the_hooks_give() -> None:
-    """The seam's numbers, once, in plain arithmetic: two micro-batches of 2 and 3 images, 4 and 6 targets."""
+    """The contract's numbers, once, in plain arithmetic: two micro-batches of 2 and 3 images, 4 and 6 targets."""
     model = mlp()
     session = session_of(model, sgd(model), 2)
     session.micro_batch(2)

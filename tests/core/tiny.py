@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from plugins.config import AccelConfig
 from plugins.core.compile.decision import CompileOutcome, CompileResult
-from plugins.core.session import Session
+from plugins.core.session import RunSpec, Session
 
 CPU = torch.device("cpu")
 
@@ -125,13 +125,13 @@ def session_of(
 ) -> Session:
     """A session that is ready to train `model`; what it tells the user is appended to `said`."""
     lines = said if said is not None else []
-    session = Session(AccelConfig(**{"compile": "off", **(options or {})}), "test", say=lines.append)
-    session.model_ready(model, optimizer, device=CPU, micro_batch=8, size=size, **ready)
-    return session
+    config = AccelConfig(**{"compile": "off", **(options or {})})
+    spec = {"device": CPU, "micro_batch": 8, "size": size, "say": lines.append, **ready}
+    return Session(RunSpec(config, "test", model, optimizer, **spec))
 
 
 def feed(session: Session, model: nn.Module, batch: Batch, form: str = "mean") -> Any:
-    """One micro-batch through the seam's hooks; returns the outcome where it closed a window."""
+    """One micro-batch through the hooks of a session; returns the outcome where it closed a window."""
     loss, weight = FORMS[form]
     session.micro_batch(len(batch.x))
     value = loss(model, batch) * weight(session, batch)

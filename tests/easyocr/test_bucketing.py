@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from integrations.easyocr.bucketing import WidthBatches
-from plugins.core.compile.dynamic_shapes import choose_edges
+from integrations.shared.bucketing import choose_edges
 
 
 @settings(max_examples=60, deadline=None)

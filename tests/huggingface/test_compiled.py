@@ -416,7 +416,7 @@ def test_gradients_are_zeroed_in_place_only_while_cuda_graphs_run():
     adapter = Adapter.__new__(Adapter)
     trainer = SimpleNamespace(model_wrapped=model)
     adapter._trainer, adapter.on_model = lambda: trainer, []
-    adapter._zero_as(SimpleNamespace(update=SimpleNamespace(keep_gradients=lambda: keeps[0])))
+    adapter._zero_as(type("Run", (), {"keeps_gradients": property(lambda run: keeps[0])})())
     for keep in (False, True, False):
         keeps[0] = keep
         model(torch.ones(1, 2)).sum().backward()

@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from integrations.huggingface import versions
-from integrations.huggingface.probing import invisible_copy
+from integrations.huggingface.loss_rules.head_probe import invisible_copy
 from tests import reference
 from tests.huggingface.heads import HIDDEN, VOCAB, batch_for, model_for
 from tests.huggingface.runs import losses, report, trainer_for

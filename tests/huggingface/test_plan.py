@@ -15,7 +15,7 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
-from integrations.huggingface.checkpointing import STATE
+from integrations.huggingface.checkpoint_folders import STATE
 from plugins.core.autotune import background_compile, cost_model, paired_comparison
 from plugins.core.autotune import timing as trial_module
 from plugins.core.autotune.plan_cache import INDUCTOR, PlanCache

@@ -11,7 +11,7 @@ from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, Trai
 from integrations.contract import UnsupportedRun
 from integrations.huggingface import versions
 from integrations.huggingface.arguments import refuse_contradictions
-from integrations.huggingface.checkpointing import problems
+from integrations.huggingface.checkpoint_folders import problems
 from plugins import AccelConfig, AccelError
 from plugins.hf import AccelCallback
 from tests import reference

@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import Trainer
 
-from integrations.huggingface import checkpointing
+from integrations.huggingface import checkpoint_folders
 from tests.huggingface.heads import batch_for, model_for
 from tests.huggingface.runs import STATEFUL, losses, report, trainer_for
 
@@ -84,7 +84,7 @@ def test_the_saved_weights_are_the_averaged_ones(straight):
     import safetensors.torch
 
     saved = safetensors.torch.load_file(folder / "checkpoint-3" / "model.safetensors")
-    state = torch.load(folder / "checkpoint-3" / checkpointing.STATE, weights_only=True)
+    state = torch.load(folder / "checkpoint-3" / checkpoint_folders.STATE, weights_only=True)
     live = spy.weights[2]
     same = all(torch.equal(saved[name], live[name]) for name in saved)
     if not options:
@@ -126,7 +126,7 @@ def test_load_best_model_at_end_agrees_with_what_was_measured(tmp_path):
     trainer.train()
     best = Path(trainer.state.best_model_checkpoint)
     assert best.parent == tmp_path
-    assert checkpointing.problems(best) == []
+    assert checkpoint_folders.problems(best) == []
     state = json.loads((best / "trainer_state.json").read_text())
     assert Path(state["best_model_checkpoint"]) == best
     assert trainer.evaluate()["eval_loss"] == pytest.approx(trainer.state.best_metric, rel=2e-6)
@@ -157,7 +157,7 @@ def test_half_a_checkpoint_is_recognised(name, how, straight, tmp_path):
 
     shutil.copytree(straight[0] / "checkpoint-3", tmp_path / "checkpoint-3")
     shutil.copytree(straight[0] / "checkpoint-4", tmp_path / "checkpoint-4")
-    assert checkpointing.newest_complete(tmp_path) == (tmp_path / "checkpoint-4", [])
+    assert checkpoint_folders.newest_complete(tmp_path) == (tmp_path / "checkpoint-4", [])
     target = tmp_path / "checkpoint-4" / name
     if how == "cut":
         cut(target)
@@ -165,7 +165,7 @@ def test_half_a_checkpoint_is_recognised(name, how, straight, tmp_path):
         return  # save_only_model leaves them out
     else:
         target.unlink()
-    found, passed = checkpointing.newest_complete(tmp_path)
+    found, passed = checkpoint_folders.newest_complete(tmp_path)
     assert found == tmp_path / "checkpoint-3"
     assert name.split(".")[0].split("_")[0] in passed[0]
 
@@ -205,7 +205,7 @@ def test_case_35525_killed_while_saving(at, straight, tmp_path):
     assert killed(tmp_path, at) == -signal.SIGKILL
     complete = sorted(path.name for path in tmp_path.glob("checkpoint-*"))
     assert complete
-    assert all(checkpointing.problems(tmp_path / name) == [] for name in complete)
+    assert all(checkpoint_folders.problems(tmp_path / name) == [] for name in complete)
     trainer, _ = start(tmp_path, {"ema": 0.9})
     trainer.train(resume_from_checkpoint=True)
     assert trainer.state.global_step == 6
@@ -227,19 +227,19 @@ def test_a_full_disk_leaves_the_earlier_checkpoints(tmp_path, monkeypatch):
     with pytest.raises(OSError, match=r"No space left on device: .*optimizer\.pt"):
         trainer.train()
     assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["checkpoint-1"]
-    assert checkpointing.problems(tmp_path / "checkpoint-1") == []
+    assert checkpoint_folders.problems(tmp_path / "checkpoint-1") == []
 
 
 def test_a_checkpoint_is_replaced_whole(tmp_path):
     final = tmp_path / "checkpoint-3"
     for text in ("old", "new"):
-        with checkpointing.unfinished(final, True, lambda: None) as temporary:
+        with checkpoint_folders.unfinished(final, True, lambda: None) as temporary:
             (temporary / final.name).mkdir()
             (temporary / final.name / "file").write_text(text)
     assert (final / "file").read_text() == "new"
     final.rename(tmp_path / ".replaced-checkpoint-3")
     (tmp_path / ".unfinished-checkpoint-3").mkdir()
-    checkpointing.sweep(tmp_path)
+    checkpoint_folders.sweep(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-3"]
 
 
@@ -273,4 +273,4 @@ def test_a_file_of_the_user_does_not_spoil_a_checkpoint(tmp_path):
     trainer, _ = trainer_for("bert-token", tmp_path, 4, max_steps=1, save_strategy="steps", save_steps=1)
     trainer.train()
     (tmp_path / "checkpoint-1" / "notes.pt").write_text("not a zip")
-    assert checkpointing.problems(tmp_path / "checkpoint-1") == []
+    assert checkpoint_folders.problems(tmp_path / "checkpoint-1") == []

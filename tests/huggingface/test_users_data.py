@@ -16,9 +16,9 @@ from torch import nn
 from torch.utils.data import IterableDataset
 from transformers import BertForQuestionAnswering, BertForTokenClassification, Trainer
 
-from integrations.huggingface import forked
+from integrations.huggingface import forked_process
 from integrations.huggingface.collator import BucketCollator
-from integrations.huggingface.forked import ForkFailed, in_a_copy
+from integrations.huggingface.forked_process import ForkFailed, in_a_copy
 from tests.huggingface.runs import losses, report
 from tests.huggingface.test_bucket_limits import bert, pad, rows, run
 from tests.huggingface.text import TokenRows
@@ -160,7 +160,7 @@ def test_a_function_in_a_copy_leaves_no_trace_and_its_errors_arrive():
 
 
 def test_a_system_without_fork_leaves_batches_to_the_host(tmp_path, monkeypatch):
-    monkeypatch.delattr(forked.os, "fork")
+    monkeypatch.delattr(forked_process.os, "fork")
     trainer = run(tmp_path, bert(), rows(**LABELS))
     trainer.train()
     assert any(f"cannot copy a process; {AS_HOST}" in line for line in report(tmp_path)["warnings"])

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from integrations.huggingface import versions
-from integrations.huggingface.holding import Held
+from integrations.huggingface.patches import Held
 from integrations.huggingface.versions import TABLE
 from tests.symbols import named, taken
 

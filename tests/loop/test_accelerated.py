@@ -17,7 +17,7 @@ from plugins.errors import AccelError
 from plugins.loop import Accelerated
 from tests import reference
 
-EXAMPLES = Path(__file__).parent.parent / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def network(seed=0):

@@ -291,7 +291,7 @@ def test_a_resumed_run_that_has_not_measured_learns_under_its_own_shape(clock, t
     again.accel.resume(tmp_path / "early.pt")
     again.run(1)
     assert again.tuner.cached.key == findings.tuner.cached.key
-    assert again.tuner.reason == "remembered from an earlier run"
+    assert again.tuner.outcome.reason == "remembered from an earlier run"
 
 
 def test_a_loss_that_cannot_be_watched_is_not_compiled(clock, monkeypatch):

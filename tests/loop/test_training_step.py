@@ -168,7 +168,7 @@ def test_a_loss_that_does_not_call_the_model_itself_is_not_measured(monkeypatch)
     run = Timed(Clock(monkeypatch))
     run.loss = lambda batch: F.cross_entropy(run.model.head(run.model.body(batch[0]).mean((2, 3))), batch[1])
     run.run()
-    assert "does not call the model" in run.accel.session.tuner.reason
+    assert "does not call the model" in run.accel.session.tuner.outcome.reason
 
 
 def test_the_deprecated_names_work_and_are_told_once():

@@ -19,6 +19,7 @@ from ultralytics.utils.dist import ddp_cleanup, generate_ddp_file
 
 from integrations.ultralytics import command
 from integrations.ultralytics.command import Command, CommandError
+from plugins.errors import AccelError
 
 HOST = ["train", "model=yolov8n.yaml", "imgsz", "=", "[32,", "64]", "--lr0=0.1,", "name= a", "plots =False"]
 
@@ -253,9 +254,6 @@ def test_arguments_are_edited_in_place_and_models_get_the_functions(folder: Path
 
 
 def test_an_accel_error_of_the_run_is_one_line_and_others_pass(capsys: pytest.CaptureFixture[str]) -> None:
-    class AccelError(ValueError):
-        pass
-
     def host(error: Exception) -> None:
         raise error
 

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from ultralytics.utils.loss import v8DetectionLoss
 
 from integrations.patches import Patches
-from integrations.ultralytics.loss_scaling import ALL, ONE_TO_MANY, ONE_TO_ONE, Losses
+from integrations.ultralytics.loss_scaling import ALL, ONE_TO_MANY, ONE_TO_ONE, Losses, loss_groups
 from plugins.config import AccelConfig
-from plugins.core.session import Session
+from plugins.core.session import RunSpec, Session
 from tests import reference
 from tests.ultralytics.conftest import BATCHNORM, bare, joined, loss, network, off_the_big_batch
 
@@ -82,9 +82,7 @@ class Accumulated:
     def __init__(self, model: nn.Module, size: int, **options: Any) -> None:
         self.model = freeze(model)
         config = AccelConfig(accumulate=size, batchnorm="freeze", clip_norm="off", **options)
-        self.session = Session(config, "ultralytics", say=lambda _: None)
         self.patches = Patches()
-        self.losses = Losses(model, self.session, self.patches)
         self.optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
         self.windows: list[dict[str, Tensor]] = []
         step = self.optimizer.step
@@ -94,7 +92,11 @@ class Accumulated:
             return step(*args, **kwargs)
 
         self.optimizer.step = spied  # type: ignore[method-assign]
-        self.session.model_ready(model, self.optimizer, device=CPU, micro_batch=4, size=size, groups=self.losses.groups)
+        groups = loss_groups(model, config.normalise)
+        self.session = Session(
+            RunSpec(config, "ultralytics", model, self.optimizer, CPU, 4, size, groups=groups, say=lambda _: None)
+        )
+        self.losses = Losses(model, self.session, self.patches)
         freeze(model)
 
     def feed(self, batches: list[dict[str, Any]]) -> Accumulated:

@@ -70,7 +70,7 @@ def test_an_effective_batch_has_to_be_a_multiple() -> None:
     [({"effective_batch": 24}, 12), ({"effective_batch": 5}, 3), ({"accumulate": 6}, 6), ({}, None)],
 )
 def test_after_a_halved_batch_the_effective_batch_is_kept(options: dict[str, Any], size: int | None) -> None:
-    assert schedule.window_size_rounded(AccelConfig(**options), 2) == size
+    assert schedule.window_size(AccelConfig(**options), 2, rounded=True) == size
 
 
 def test_weight_decay_follows_the_effective_batch() -> None:

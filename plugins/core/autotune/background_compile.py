@@ -31,11 +31,16 @@ from plugins.errors import AccelError
 
 @dataclass
 class CompileFindings:
-    """What is known of compiling this work. `settled`: another run of any length would come to the same; `reason`:
-    what it came to, for a person.
+    """What is known of compiling this work.
 
-    Seconds: `cold` of the worker, `warm` until the code ran from the cache, `saved` a micro-batch; `given_up` is the
-    budget that an earlier worker outlived. `fusable`: the share of a step that a compile could save.
+    Attributes:
+        reason: what it came to, for a person.
+        settled: another run of any length would come to the same.
+        cold_seconds: of the worker.
+        warm_seconds: until the code ran from the cache.
+        saved_seconds: per micro-batch.
+        given_up_seconds: the budget that an earlier worker outlived.
+        fusable: the share of a step that a compile could save, 0 to 1.
     """
 
     reason: str = ""
@@ -47,6 +52,7 @@ class CompileFindings:
     fusable: float | None = None
 
     def as_dict(self) -> dict[str, Any]:
+        """As a JSON value, for the plan cache."""
         return asdict(self)
 
 
@@ -215,6 +221,7 @@ class BackgroundCompile:
             self.owner.warn(f"compile: {fault.reason}; the run goes on eagerly")
 
     def end(self) -> None:
+        """The run is over: a worker that still compiles is stopped, and the decision says so."""
         if self._worker is not None:
             self._worker.stop()
             self._worker = None

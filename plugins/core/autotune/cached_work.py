@@ -43,6 +43,7 @@ class CachedWork:
         """What was learnt, with the plan as this run can use it; None where it has to measure.
 
         Args:
+            window_start: the first window of the run, for its shape and what is left.
             layouts: plans without compile that this run would try.
         """
         self.key = fingerprint(self.model, self._bounded(window_start.shape), self.device, self._settings(window_start))
@@ -65,7 +66,11 @@ class CachedWork:
         """Only what was measured is remembered: a run too short to measure has learnt nothing.
 
         Args:
-            tried: layouts that were. step: seconds of a micro-batch.
+            plan: in force.
+            tried: how many layouts were.
+            step: seconds of a micro-batch.
+            findings: what is known of compiling it.
+            timings: what was measured.
         """
         measured = timings or findings.settled or findings.fusable or findings.given_up_seconds
         if self.memory is None or not step or not measured:

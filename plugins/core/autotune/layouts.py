@@ -42,6 +42,11 @@ def try_layouts(
     """Time the `plan` in force and as many of those `wanted` as what is left of the run pays for.
 
     Args:
+        owner: the run that is left untouched, and is told.
+        device: of the model.
+        window_start: the batch at hand, and how much is left.
+        plan: in force.
+        wanted: the most promising first.
         step_seconds: of a micro-batch.
 
     Raises:

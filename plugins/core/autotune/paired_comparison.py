@@ -25,15 +25,20 @@ class Owner(Protocol):
     """What trials need of the session that owns them."""
 
     @property
-    def updates(self) -> int: ...
+    def updates(self) -> int:
+        """Windows closed so far."""
 
-    def untouched(self) -> AbstractContextManager[None]: ...
+    def untouched(self) -> AbstractContextManager[None]:
+        """What runs inside leaves no trace in the run."""
 
-    def clear_gradients(self) -> None: ...
+    def clear_gradients(self) -> None:
+        """Drop what a trial left in the gradients."""
 
-    def warn(self, text: str) -> None: ...
+    def warn(self, text: str) -> None:
+        """Tell the user once, and keep it in the report."""
 
-    def progress(self, text: str) -> None: ...
+    def progress(self, text: str) -> None:
+        """Tell the user what is under way; not kept."""
 
 
 @dataclass
@@ -106,6 +111,7 @@ class PairedComparison:
 
     @property
     def wins(self) -> bool:
+        """Whether the challenger is to be left in force."""
         return not self.dropped and self.challenger.beats(self.holder)
 
     @property
@@ -115,6 +121,7 @@ class PairedComparison:
 
     @property
     def verdict(self) -> str:
+        """The result in words, for the report."""
         graphs = self.challenger.plan.cuda_graphs
         if why := self.dropped:
             return f"CUDA graphs dropped, {why}" if graphs else f"dropped, {why}"

@@ -23,12 +23,14 @@ from pydantic import Field, NonNegativeInt, field_validator
 from torch import nn
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
+from plugins.config import AccelConfig
 from plugins.core.autotune.background_compile import CompileFindings
 from plugins.core.autotune.json_record import AnyPlan, Record
 from plugins.core.checkpoint.atomic_file import write_atomically
 from plugins.core.plan import Plan
 from plugins.core.step.precision import bf16_is_fast
 from plugins.core.system import devices
+from plugins.errors import AccelError
 
 SCHEMA = 2
 LONGEST = 1e6  # s: of a step, or a compile; more is damage
@@ -79,7 +81,7 @@ def fingerprint(model: nn.Module, shape: tuple[int, ...], device: torch.device, 
     return hashlib.sha256(json.dumps(parts, default=str).encode()).hexdigest()
 
 
-class CacheError(ValueError):
+class CacheError(AccelError):
     """A folder or a pack that is none of ours; the message is one line that names it."""
 
 
@@ -115,10 +117,12 @@ class Entry:
 
     @property
     def age_days(self) -> float:
+        """Days since it was written."""
         return age_days(self.path)
 
 
 def age_days(path: Path) -> float:
+    """Days since a file was written; of a link, its own."""
     return (time.time() - path.lstat().st_mtime) / 86400
 
 
@@ -135,6 +139,14 @@ class PlanCache:
         self.folder, self.warn = Path(folder), warn
         self.plans, self.inductor = self.folder / "plans", self.folder / "inductor"
         self._told = False
+
+    @classmethod
+    def of(cls, config: AccelConfig, warn: Callable[[str], None]) -> PlanCache:
+        """The folder that the settings name, for the compiler too where something may be compiled."""
+        cache = cls(default_folder() if config.cache_dir == "auto" else Path(config.cache_dir), warn)
+        if config.compile != "off":
+            cache.use_for_compiler()
+        return cache
 
     # -- a run's own ----------------------------------------------------------------------------------------------
 
@@ -173,6 +185,7 @@ class PlanCache:
         return found
 
     def keep(self, key: str, data: dict[str, Any]) -> None:
+        """Write the entry of this key; a folder that cannot be written is one warning."""
         text = json.dumps({"schema": SCHEMA, "key": key, **data}, indent=1)
         try:
             self.make()

@@ -17,11 +17,12 @@ from plugins.core.autotune.json_record import AnyPlan, Record
 from plugins.core.checkpoint.atomic_file import write_atomically
 from plugins.core.plan import Plan
 from plugins.core.step.precision import Unsupported, resolve
+from plugins.errors import AccelError
 
 PLAN_NAME = "accel_plan.json"
 
 
-class PlanError(ValueError):
+class PlanError(AccelError):
     """A plan file that is none; the message is one line that names it."""
 
 
@@ -33,10 +34,12 @@ class Switch:
     plan: Plan
 
     def as_dict(self) -> dict[str, Any]:
+        """As a JSON value, for the plan file and for checkpoints."""
         return {"update": self.update, "plan": self.plan.as_dict()}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Switch:
+        """What `as_dict` gave."""
         return cls(int(data["update"]), Plan.from_dict(data["plan"]))
 
 
@@ -58,6 +61,16 @@ class Start:
     plan: Plan = field(default_factory=Plan)
     open_fields: frozenset[str] = frozenset()
     switches: tuple[Switch, ...] = ()
+
+    @property
+    def precision(self) -> str:
+        """To begin with: `host`, `fp32`, `bf16` or `fp16`."""
+        return self.plan.precision
+
+    @property
+    def memory_format(self) -> str:
+        """To begin with: `host` or `channels_last`."""
+        return self.plan.memory_format
 
     @property
     def in_fp16(self) -> bool:
@@ -98,6 +111,19 @@ def _agrees(switch: Switch, config: AccelConfig) -> None:
                 f"plan={config.plan}: says {name}={said} from update {switch.update} on, which contradicts "
                 f"{name}={fixed}: leave one of them out"
             )
+
+
+def check_plan_file(config: AccelConfig) -> None:
+    """Refuse a plan file that cannot be read, before a run begins or writes.
+
+    Args:
+        config: its `plan` may name a file.
+
+    Raises:
+        PlanError
+    """
+    if isinstance(config.plan, Path):
+        read_switches(config.plan)
 
 
 def read_switches(path: Path) -> list[Switch]:

@@ -33,13 +33,17 @@ class Trial(Protocol):
     """
 
     @property
-    def host_precision(self) -> str: ...
+    def host_precision(self) -> str:
+        """Of the host's own autocast: fp32, bf16 or fp16."""
 
-    def loss(self) -> Tensor: ...
+    def loss(self) -> Tensor:
+        """Forward and loss of the batch at hand, 0-dim."""
 
-    def apply(self, precision: str, memory_format: str) -> None: ...
+    def apply(self, precision: str, memory_format: str) -> None:
+        """Switch precision and memory format."""
 
-    def bare(self) -> AbstractContextManager[None]: ...
+    def bare(self) -> AbstractContextManager[None]:
+        """Inside, the model can be pickled: nothing of the host or of ours is on it."""
 
 
 @dataclass(frozen=True)
@@ -181,8 +185,9 @@ def time_in_turn(
     clear: Callable[[], None],
     warn: Callable[[str], None],
 ) -> list[Timing]:
-    """Timings of plans on the batch at hand, the first of which is in force. Those that fail or are hopeless are left
-    out; without the first there are none.
+    """Timings of plans on the batch at hand, the first of which is in force.
+
+    Those that fail or are hopeless are left out; without the first there are none.
 
     In rounds, there and back again: what slows the machine for a while, such as loader workers that fill their queue
     as a run begins, slows all of them alike.
@@ -206,9 +211,10 @@ def time_in_turn(
 
 
 class OperatorTimes(TorchDispatchMode):
-    """Seconds of operators that a compiler fuses, and of all, while entered. (torch's profiler writes to stderr.)
+    """Seconds of operators that a compiler fuses, and of all, while entered.
 
-    On a CPU this thread's own, which other processes do not disturb; on an accelerator each operator is waited for.
+    torch's own profiler writes to stderr. On a CPU the seconds are this thread's own, which other processes do not
+    disturb; on an accelerator each operator is waited for.
     """
 
     def __init__(self, device: torch.device) -> None:

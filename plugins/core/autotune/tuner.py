@@ -24,7 +24,7 @@ from plugins.core.autotune.background_compile import BackgroundCompile, CompileF
 from plugins.core.autotune.cached_work import CachedWork
 from plugins.core.autotune.layouts import try_layouts
 from plugins.core.autotune.plan_cache import PlanCache
-from plugins.core.autotune.plan_file import Start, Switch, write_switches
+from plugins.core.autotune.plan_file import Start, Switch
 from plugins.core.autotune.timing import NotFinite, WindowStart
 from plugins.core.compile.decision import (
     CompileOutcome,
@@ -93,13 +93,8 @@ class Tuner:
 
     @property
     def step_seconds(self) -> float:
+        """Median seconds of one of the run's own micro-batches, lately; 0 where none was timed."""
         return median_high(self._plain) if self._plain else 0.0
-
-    # -- at a window's start --------------------------------------------------------------------------------------
-
-    @property
-    def reason(self) -> str:
-        return self.outcome.reason
 
     @property
     def measured(self) -> bool:
@@ -112,6 +107,7 @@ class Tuner:
         return not self.measured or bool(self.given) or self._fell
 
     def at_window(self, window_start: WindowStart) -> None:
+        """At a window's first micro-batch, outside autocast: recall, try or switch, as far as the run has come."""
         if self._fell:
             self._fall(window_start)
         while self.given and window_start.update >= self.given[0].update:
@@ -278,7 +274,7 @@ class Tuner:
         """Write the plan, its reasons and every candidate's figures into the report."""
         plan = self.plan.eager if self._fell else self.plan
         speed.plan, speed.precision, speed.memory_format = plan.name, plan.precision, plan.memory_format
-        speed.reason = self.reason or self._unmeasured()
+        speed.reason = self.outcome.reason or self._unmeasured()
         speed.candidates = [timing.as_dict() for timing in self.timings]
         speed.switches = [{"update": s.update, "plan": s.plan.name} for s in self.switches]
         facts.break_even_update = self.background.break_even
@@ -300,8 +296,5 @@ class Tuner:
         return "there is no other precision or layout to try"
 
     def end(self) -> None:
+        """The run is over: stop what compiles beside it."""
         self.background.end()
-
-    def write(self, folder: Path) -> Path:
-        """The plan with its switches, which `plan=FILE` runs without a trial."""
-        return write_switches(folder, self.start, self.switches)

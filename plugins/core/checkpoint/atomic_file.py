@@ -22,6 +22,7 @@ class AtomicPath(type(Path())):  # type: ignore[misc]
     around: Callable[[Path, memoryview], AbstractContextManager[None]] | None = None
 
     def write_bytes(self, data: Any) -> int:
+        """Write the file whole or not at all."""
         view = memoryview(data)
         with self.around(self, view) if self.around is not None else nullcontext():
             write_atomically(self, lambda file: file.write(view))

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import io
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from plugins.core.checkpoint.atomic_file import on_cpu, write_atomically
 from plugins.core.checkpoint.module_names import own_state
 from plugins.errors import AccelError
-
-if TYPE_CHECKING:
-    from plugins.core.session import Session
 
 SCHEMA = 1
 STATE = {  # at least; and of which kind
@@ -23,9 +20,26 @@ STATE = {  # at least; and of which kind
 }  # fmt: skip
 
 
-def save(path: Path, session: Session, scheduler: Any, **more: Any) -> None:
+class Run(Protocol):
+    """What is saved of a session, and compared with a file."""
+
+    @property
+    def config(self) -> Any: ...
+    @property
+    def report(self) -> Any: ...
+    @property
+    def model(self) -> nn.Module: ...
+    @property
+    def optimizer(self) -> torch.optim.Optimizer: ...
+    @property
+    def average(self) -> Any: ...
+    def beside_model(self) -> list[nn.Parameter]: ...
+    def state_dict(self) -> dict[str, Any]: ...
+
+
+def save(path: Path, session: Run, scheduler: Any, **more: Any) -> None:
     """Write everything that a bit-for-bit resume needs, atomically, and `more` beside it."""
-    state = {**session.state_dict(), "kinds": kinds(session.update.optimizer, scheduler), **more}
+    state = {**session.state_dict(), "kinds": kinds(session.optimizer, scheduler), **more}
     if scheduler is not None:
         state["scheduler"] = scheduler.state_dict()
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -55,13 +69,13 @@ def kinds(optimizer: torch.optim.Optimizer, scheduler: Any) -> dict[str, str]:
     return {"optimizer": type(optimizer).__name__, "schedule": type(scheduler).__name__ if scheduler else "none"}
 
 
-def belonging(path: Path, session: Session, scheduler: Any) -> dict[str, Any]:
+def belonging(path: Path, session: Run, scheduler: Any) -> dict[str, Any]:
     """The state in `path`, which is one of this run's model, optimizer, average and schedule.
 
     Raises:
         AccelError: a missing, damaged or foreign file, or one of another model, optimizer, average or schedule.
     """
-    state, model, optimizer = read(path), session.model, session.update.optimizer
+    state, model, optimizer = read(path), session.model, session.optimizer
     here, there = own_state(model), state["model"]
     odd = next((name for name in {**here, **there} if _shape(here, name) != _shape(there, name)), None)
     if odd is not None:
@@ -71,14 +85,14 @@ def belonging(path: Path, session: Session, scheduler: Any) -> dict[str, Any]:
             raise AccelError(f"{path}: saved with another {name} than this run's: {saved} there, {kind} here")
     if why := _other_optimizer(state["optimizer"], optimizer):
         raise AccelError(f"{path}: saved with another optimizer than {type(optimizer).__name__}: {why}")
-    beside = [list(parameter.shape) for parameter in session.update.beside(model)]
+    beside = [list(parameter.shape) for parameter in session.beside_model()]
     saved_beside = [list(value.shape) for value in state.get("beside_model", [])]
     if "beside_model" in state and saved_beside != beside:
         raise AccelError(
             f"{path}: of other parameters that the optimizer holds beside the model: {saved_beside} there, "
             f"{beside} here"
         )
-    if bool(state["average"]) != (session.update.average is not None):
+    if bool(state["average"]) != (session.average is not None):
         saved_how = "with" if state["average"] else "without"
         raise AccelError(f"ema={session.config.ema}: {path} was saved {saved_how} an EMA; resume with the same setting")
     return state

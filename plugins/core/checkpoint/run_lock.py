@@ -6,13 +6,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from plugins.errors import AccelError
+
 try:
     import fcntl
 except ImportError:
     fcntl = None  # type: ignore[assignment]
 
 
-class FolderInUse(OSError):
+class FolderInUse(AccelError):
     """The folder cannot be made, or another process writes in it; one line that names it."""
 
 
@@ -24,7 +26,7 @@ def run_lock(folder: Path, *inner: str) -> Iterator[None]:
     that is refused leaves nothing.
 
     Raises:
-        Claimed: a folder cannot be made, or another run has it.
+        FolderInUse: a folder cannot be made, or another run has it.
     """
     wanted = [*(folder / name for name in inner), folder]
     new: list[Path] = []

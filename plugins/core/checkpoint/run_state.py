@@ -12,26 +12,44 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
 from plugins.config import AccelConfig
-from plugins.core.autotune.tuner import Tuner
 from plugins.core.checkpoint.module_names import load_own_state, own_name, own_state
 from plugins.core.checkpoint.rng_state import random_state
-from plugins.core.step.accumulation import Window
-from plugins.core.step.batchnorm import Statistics
-from plugins.core.step.update import Resumable, Update
-from plugins.core.telemetry.recorder import Recorder
 
 
+@runtime_checkable
 class Part(Protocol):
     """A part of a run that gives its fields of the state, and takes them back from the whole of it."""
 
-    def state_dict(self) -> dict[str, Any]: ...
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values and tensors."""
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Put back what `state_dict` gave."""
+
+
+class Window(Part, Protocol):
+    """The micro-batches of the update that is under way."""
+
+    @property
+    def empty(self) -> bool: ...
+
+
+class Update(Protocol):
+    """What steps, and what moves with it."""
+
+    @property
+    def optimizer(self) -> Any: ...
+    @property
+    def scaler(self) -> Any: ...
+    @property
+    def average(self) -> Any: ...
+    def beside(self, model: nn.Module) -> list[nn.Parameter]:
+        """Parameters that the optimizer holds and the model does not."""
 
 
 class RunState:
@@ -43,8 +61,8 @@ class RunState:
         update: holds optimizer, scaler and average.
         window: micro-batches of the update that is under way.
         statistics: BatchNorm's, as that window began.
-        account: counts.
-        planner: the plan in force, the switches so far, and whether the run has measured.
+        recorder: counts.
+        tuner: the plan in force, the switches so far, and whether the run has measured.
     """
 
     def __init__(
@@ -53,11 +71,11 @@ class RunState:
         model: nn.Module,
         update: Update,
         window: Window,
-        statistics: Statistics,
-        recorder: Recorder,
-        tuner: Tuner,
+        statistics: Part,
+        recorder: Part,
+        tuner: Part,
     ) -> None:
-        average = update.average if isinstance(update.average, Resumable) else None
+        average = update.average if isinstance(update.average, Part) else None
         self._parts: dict[str, Part] = {  # in the order in which they are put back
             "config": _Settings(config),
             "model": _Model(model),
@@ -156,7 +174,7 @@ class _BesideModel:
 class _OpenWindow:
     """What an unfinished window has left on the model: its gradients, and BatchNorm's statistics as it began."""
 
-    def __init__(self, model: nn.Module, window: Window, statistics: Statistics) -> None:
+    def __init__(self, model: nn.Module, window: Window, statistics: Part) -> None:
         self.model, self.window, self.statistics = model, window, statistics
 
     def state_dict(self) -> dict[str, Any]:

@@ -17,12 +17,13 @@ from typing import Any
 import torch
 
 from plugins.core.checkpoint.atomic_file import on_cpu, write_atomically
+from plugins.errors import AccelError
 
 SUFFIX = ".accel"
 IDENTITY = 12  # hexadecimal digits of the checkpoint's SHA-256 in the name
 
 
-class DamagedState(ValueError):
+class DamagedState(AccelError):
     """Extra state that cannot be read; the message is one line that names the file."""
 
 

@@ -23,9 +23,11 @@ class Like:
 
     @classmethod
     def of(cls, tensor: Tensor) -> Like:
+        """What there is to know of this tensor, its values apart."""
         return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype, str(tensor.device), bool(tensor.requires_grad))
 
     def make(self) -> Tensor:
+        """A tensor of zeros that is like it."""
         made = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device).zero_()
         return made.requires_grad_(self.requires_grad)
 

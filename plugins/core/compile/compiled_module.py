@@ -8,10 +8,9 @@ compiler must end in an eager run and not in a dead one, and a budget of graphs 
 from __future__ import annotations
 
 import copyreg
-import fnmatch
 import logging
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import BrokenExecutor
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -19,13 +18,16 @@ from typing import Any
 import torch
 import torch._dynamo.callback as compile_callbacks
 from torch import nn
+from torch._dynamo.exc import UserError, UserErrorType
 from torch._inductor import list_mode_options
 from torch._inductor.exc import CppCompileError
+from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
 
 from plugins.core.compile.decision import CompileOutcome, CompileResult
 from plugins.core.compile.dynamic_shapes import Marker
 from plugins.core.step.batchnorm import Statistics
 from plugins.core.system import devices, versions
+from plugins.errors import AccelError
 
 TRUSTED_CPU = "cpp.vec_isa_ok"
 ADVICE = ("Set TORCH", "For even more developer context", "You can suppress")
@@ -34,7 +36,7 @@ CUDA_GRAPH_MODES = ("reduce-overhead", "max-autotune")
 PASSING = (OSError, MemoryError, torch.OutOfMemoryError, CppCompileError, BrokenExecutor)  # errors that may be mended
 
 
-class CompileRefused(ValueError):
+class CompileRefused(AccelError):
     """Compile was asked where it cannot be right; the message is the reason."""
 
 
@@ -83,6 +85,7 @@ class CompiledModule:
         self._compiled: Callable[..., Any] = self._build()
 
     def install(self) -> None:
+        """From now on the module's calls come here."""
         self.module._compiled_call_impl = self
         self.active = True
 
@@ -93,6 +96,7 @@ class CompiledModule:
         self.active = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the compiled code; eagerly where that is off, does not take these arguments, or failed."""
         if not self.active or not self.takes(args):
             return self.module._call_impl(*args, **kwargs)
         while True:
@@ -168,57 +172,6 @@ def check_backend(name: str) -> None:
         raise CompileRefused(f"compile_backend={name}: allowed are {', '.join(sorted(known))}")
 
 
-def regions(model: nn.Module, least: int = 2) -> list[nn.Module]:
-    """The repeated blocks of a model: `least` or more modules under one parent that look alike.
-
-    Alike is the same class and the same parameter shapes. A child that differs from the others (the first block of
-    a T5, which alone has the position bias) stays eager. Members of a ModuleList, Sequential or ModuleDict come first.
-    Attributes of another module (`self.block1`, `self.block2`) are blocks where they have parts of their own, unlike
-    the Linears of an attention, and neither hold a block nor lie in one.
-    """
-    containers = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
-    members = [child for m in model.modules() if isinstance(m, containers) for child in _alike(m.children(), least)]
-    blocks = _outermost(members)
-    known = {id(m) for block in blocks for m in block.modules()}
-    attributes = [
-        child
-        for m in model.modules()
-        if not isinstance(m, containers)
-        for child in _alike((c for c in m.children() if any(c.children())), least)
-        if not any(id(inner) in known for inner in child.modules())
-    ]
-    found = {id(block) for block in (*blocks, *_outermost(attributes))}
-    return [module for module in model.modules() if id(module) in found]
-
-
-def _alike(children: Iterable[nn.Module], least: int) -> list[nn.Module]:
-    groups: dict[Any, list[nn.Module]] = {}
-    for child in children:
-        if shapes := tuple(tuple(p.shape) for p in child.parameters()):
-            groups.setdefault((type(child), shapes), []).append(child)
-    return [child for group in groups.values() if len(group) >= least for child in group]
-
-
-def _outermost(blocks: Sequence[nn.Module]) -> list[nn.Module]:
-    inner = {id(m) for block in blocks for m in block.modules() if m is not block}
-    return [block for block in blocks if id(block) not in inner]
-
-
-def covers(model: nn.Module, blocks: Sequence[nn.Module]) -> bool:
-    """Whether these blocks are at least half of the model, counted in leaf modules."""
-    leaves = [sum(1 for m in part.modules() if not list(m.children())) for part in (model, *blocks)]
-    return 2 * sum(leaves[1:]) >= leaves[0]
-
-
-def matching(model: nn.Module, patterns: list[str], exclude: list[str]) -> list[nn.Module]:
-    """Modules whose name matches one of `patterns` (fnmatch) and none of `exclude`."""
-    return [
-        module
-        for name, module in model.named_modules()
-        if any(fnmatch.fnmatch(name, p) for p in patterns) and not any(fnmatch.fnmatch(name, p) for p in exclude)
-    ]
-
-
 def preallocate_gradients(model: nn.Module) -> None:
     """Give every trainable parameter a zeroed gradient outside capture.
 
@@ -274,9 +227,15 @@ def _without_log(name: str) -> Iterator[None]:
         logger.disabled = before
 
 
-def _is_about_marks(error: Exception) -> bool:
-    text = f"{type(error).__name__} {error}"
-    return "ConstraintViolation" in text or "mark_dynamic" in text or "specialized it to be a constant" in text
+def _is_about_marks(error: BaseException | None) -> bool:
+    """A dimension that was marked as varying was made a constant."""
+    while error is not None:
+        if isinstance(error, ConstraintViolationError):
+            return True
+        if isinstance(error, UserError) and error.error_type is UserErrorType.CONSTRAINT_VIOLATION:
+            return True
+        error = getattr(error, "inner_exception", None) or error.__cause__
+    return False
 
 
 def _is_out_of_memory(error: Exception) -> bool:

@@ -11,6 +11,7 @@ from plugins.core.system import devices
 
 
 def has_cuda_graphs(device: torch.device, backend: str) -> bool:
+    """Whether the device has them and this backend uses them."""
     return devices.has_cuda_graphs(device) and backend == "inductor"
 
 
@@ -18,6 +19,8 @@ def may_use_cuda_graphs(device: torch.device, config: AccelConfig, dims: Sequenc
     """Whether a plan may have CUDA graphs: the user chose no mode, and shapes stay as they are.
 
     Args:
+        device: of the model.
+        config: the settings of the run.
         dims: dimensions of the input that vary.
     """
     static = not dims or config.dynamic == "static"

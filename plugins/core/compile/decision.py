@@ -85,10 +85,12 @@ class CompileDecision:
 
     @property
     def running(self) -> bool:
+        """Whether compiled code is in force."""
         return self.stage is CompileStage.RUNNING
 
     @property
     def undecided(self) -> bool:
+        """Whether nothing was decided so far."""
         return self.outcome.outcome is CompileResult.UNDECIDED
 
     def now(self, stage: CompileStage, outcome: CompileOutcome | None = None, scope: str = "") -> None:

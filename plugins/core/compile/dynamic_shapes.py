@@ -1,4 +1,4 @@
-"""Bounded shapes: marking the dimension that varies, and seeing what shapes a run met.
+"""Bounded shapes: marking the dimension that varies, and choosing edges to pad to.
 
 A mark is an attribute of the tensor object that a device copy loses, so it is put on after the transfer and
 outside the compiled region. Three ways, each tried when the one before it failed: a strict mark (one graph for all
@@ -8,7 +8,6 @@ graph a size).
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
@@ -29,6 +28,7 @@ class Marker:
         self.way = way if self.dims else "static"
 
     def mark(self, *arguments: Any, **named: Any) -> None:
+        """Mark the dimensions that vary in every tensor of a call that has them."""
         if self.way == "static":
             return
         mark = torch._dynamo.mark_dynamic if self.way == "strict" else torch._dynamo.maybe_mark_dynamic
@@ -51,75 +51,6 @@ class Marker:
             return False
         self.way = WAYS[at + 1]
         return True
-
-
-class Seen:
-    """The input shapes of a run and how often each came; padding as a fraction of all elements."""
-
-    def __init__(self) -> None:
-        self.shapes: Counter[tuple[int, ...]] = Counter()
-        self.elements = self.padding = 0
-
-    def add(self, shape: Iterable[int], padding: int = 0, elements: int = 0) -> None:
-        self.shapes[tuple(shape)] += 1
-        self.padding += padding
-        self.elements += elements
-
-    @property
-    def padding_fraction(self) -> float | None:
-        return self.padding / self.elements if self.elements else None
-
-
-def edge_for(length: int, edges: Iterable[int]) -> int:
-    """The smallest edge that holds `length` (px or tokens); the largest where none does."""
-    ordered = sorted(edges)
-    return next((edge for edge in ordered if edge >= length), ordered[-1])
-
-
-def choose_edges(lengths: Iterable[int], most: int = 8, multiple: int = 1) -> list[int]:
-    """Edges that bound both shapes (at most `most`) and padding, for these lengths (px or tokens).
-
-    Exact: dynamic programming over the distinct (rounded) lengths, minimising the total padding; O(most * n^2) for n
-    distinct lengths, which are thinned to 256 quantiles first.
-    """
-    rounded = sorted(-(-int(n) // multiple) * multiple for n in lengths)
-    if not rounded:
-        return []
-    count = Counter(rounded)
-    values = sorted(count)
-    if len(values) > 256:
-        keep = {rounded[i * (len(rounded) - 1) // 255] for i in range(256)} | {rounded[-1]}
-        merged: Counter[int] = Counter()
-        for value in values:
-            merged[edge_for(value, keep)] += count[value]
-        count, values = merged, sorted(merged)
-    n = len(values)
-    # cost[i][j]: padding when lengths values[i..j] all pad to values[j]; through running sums.
-    items, mass = [0], [0]
-    for value in values:
-        items.append(items[-1] + count[value])
-        mass.append(mass[-1] + count[value] * value)
-
-    def cost(i: int, j: int) -> int:
-        return values[j] * (items[j + 1] - items[i]) - (mass[j + 1] - mass[i])
-
-    best = [cost(0, j) for j in range(n)]
-    cuts: list[list[int]] = []
-    for _ in range(1, min(most, n)):
-        step, cut = list(best), [-1] * n
-        for j in range(n):
-            for i in range(1, j + 1):
-                padded = best[i - 1] + cost(i, j)
-                if padded < step[j]:
-                    step[j], cut[j] = padded, i
-        cuts.append(cut)
-        best = step
-    edges, j = [values[-1]], n - 1
-    for cut in reversed(cuts):
-        if cut[j] > 0:
-            j = cut[j] - 1
-            edges.append(values[j])
-    return sorted(edges)
 
 
 def _tensors(values: Iterable[Any]) -> Iterable[Tensor]:

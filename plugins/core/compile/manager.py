@@ -93,10 +93,12 @@ class CompileManager:
 
     @property
     def parts(self) -> list[compiling.CompiledModule]:
+        """The compiled calls that stand on the model."""
         return self.code.parts
 
     @property
     def active(self) -> bool:
+        """Whether any of them is in use."""
         return any(part.active for part in self.parts)
 
     @property
@@ -248,8 +250,10 @@ class CompileManager:
             )
 
     def validation(self, model: nn.Module) -> None:
-        """Compile the model that validation runs where training is compiled and `validate=compiled` asks; it falls
-        back alone."""
+        """Compile the model that validation runs, where training is compiled and `validate=compiled` asks.
+
+        It falls back to eager alone.
+        """
         if self.config.validate_ != "compiled" or not self.active:
             return
         if any(part.module is model for part in self._validated):
@@ -282,6 +286,7 @@ class CompileManager:
         facts.marking = self.parts[0].marker.way if self.parts else ""
 
     def end(self) -> None:
+        """Take everything off the model, and stop watching."""
         for part in (*self.parts, *self._validated):
             part.undo()
         self.monitor.end()

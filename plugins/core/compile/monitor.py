@@ -48,6 +48,7 @@ class CompileMonitor:
         self._elsewhere: list[tuple[float, float]] = []  # times of the other phases, us
 
     def start(self) -> None:
+        """Count from here on."""
         set_compilation_metrics_limit(ROWS_KEPT)
         self._started_us = time.time_ns() // 1000
         self._graphs_before = counters["stats"]["unique_graphs"]
@@ -56,6 +57,7 @@ class CompileMonitor:
         compile_callbacks.on_compile_end(self._ended)
 
     def end(self) -> None:
+        """Count no further, and take the callbacks off the compiler."""
         handler = compile_callbacks.callback_handler
         for callbacks, ours in (
             (handler.start_callbacks, self._started),
@@ -86,10 +88,12 @@ class CompileMonitor:
 
     @property
     def recompiles(self) -> int:
+        """Graphs that were built for a shape or a guard that an earlier one did not serve."""
         return len(self.recompile_reasons)
 
     @property
     def recompile_reasons(self) -> list[str]:
+        """Why, as torch says it; one line per recompile."""
         reasons = (versions.recompile_reason(row) for row in self._rows() if row.is_forward)
         return [reason for reason in reasons if reason]
 
@@ -125,7 +129,7 @@ class CompileMonitor:
 
     @staticmethod
     def cache() -> str:
-        """warm where a compiled graph came from the cache, cold where one was built, empty where none was."""
+        """Say warm where a compiled graph came from the cache, cold where one was built, empty where none was."""
         found = counters["inductor"]
         if found.get("fxgraph_cache_hit"):
             return "warm"

@@ -100,6 +100,7 @@ class Worker:
 
     @property
     def seconds(self) -> float:
+        """Since it was started."""
         return time.monotonic() - self.began
 
     def poll(self) -> WorkerState:
@@ -203,6 +204,7 @@ def _die_with(parent: int, seconds: float, folder: Path) -> None:
 
 
 def main() -> None:
+    """The worker process: compile what the job holds, and write how it went."""
     # The job comes from the process that started this one, and holds code by its nature: modules to compile.
     path = Path(sys.argv[1])
     try:

@@ -20,7 +20,8 @@ in range and, being a power of two, changes no other bit.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -92,6 +93,7 @@ class Window:
     _power: dict[str, Scalar] = field(default_factory=dict)
     _last: dict[str, Scalar] = field(default_factory=dict)
     _announced: Scalar | None = None
+    _trying: bool = False
 
     def __post_init__(self) -> None:
         self.expected = self.size or 1
@@ -139,12 +141,29 @@ class Window:
             weights[group] = term.weight * self._power[group]
         return weights
 
-    def share(self, group: str) -> Scalar:
+    def mean(self, count: Scalar, group: str = ALL) -> Scalar:
+        """The weight of a loss that is a mean over `count` targets."""
+        return 1.0 if self._trying else self.weigh({group: Term.mean(count)})[group]
+
+    def batch_mean(self, images: int, targets: Scalar, group: str = ALL) -> Scalar:
+        """The weight of a loss that is `images * N / max(targets, 1)`."""
+        return 1.0 if self._trying else self.weigh({group: Term.batch_mean(images, targets)})[group]
+
+    @contextmanager
+    def unweighed(self) -> Iterator[None]:
+        """Inside, losses are of a trial: no micro-batch of the run."""
+        self._trying = True
+        try:
+            yield
+        finally:
+            self._trying = False
+
+    def share(self, group: str = ALL) -> Scalar:
         """The weight of a term that has no exact rule and keeps its host's: it only has to outlive the close.
 
         The close multiplies it by a factor that is not known yet; the last window's stands in for it.
         """
-        if not self.weighted or group not in self._power:
+        if self._trying or not self.weighted or group not in self._power:
             return 1.0
         last = self._last.get(group, self._totals[group].factor(self.expected / max(self.micro_batches, 1)))
         return self._power[group] / last

@@ -47,6 +47,7 @@ class Statistics:
                 layer.eval()
 
     def undo(self) -> None:
+        """Give the layers their own momentum back."""
         for layer, momentum in zip(self.layers, self._momentum, strict=True):
             layer.momentum = momentum
 
@@ -69,6 +70,7 @@ class Statistics:
         return {"kept_statistics": list(self._kept)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Put back what `state_dict` gave."""
         kept = state.get("kept_statistics", [])
         self._kept = [t.to(b.device) for t, b in zip(kept, self._buffers(), strict=True)] if kept else []
 

@@ -37,6 +37,7 @@ class EMA:
 
     @torch.no_grad()
     def update(self) -> None:
+        """Move the average towards the live weights, once per update that happened."""
         self.updates += 1
         decay = min(self.decay, (1 + self.updates) / (10 + self.updates)) if self.ramp else self.decay
         averaged = {n: t.detach().to(self._shadow[n].dtype) for n, t in self._live.items() if _averages(t)}
@@ -108,10 +109,12 @@ class EMA:
             self._live[name].copy_(tensor)
 
     def state_dict(self) -> dict[str, Any]:
+        """Count of updates, and the averaged tensors."""
         return {"updates": self.updates, "shadow": {n: t.detach() for n, t in self._shadow.items()}}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Put back what `state_dict` gave."""
         self.updates = int(state["updates"])
         for name, tensor in state["shadow"].items():
             self._shadow[name].copy_(tensor)

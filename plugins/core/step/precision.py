@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 
 from plugins.core.system import devices
+from plugins.errors import AccelError
 
 
-class Unsupported(ValueError):
+class Unsupported(AccelError):
     """A precision that this device cannot train in; the message is one line."""
 
 

@@ -1,15 +1,21 @@
-"""One update, once a window, in the one order that every host gets:
+"""One update, once a window, in the one order that every host gets. This is the place where that order stands.
 
-    sum over ranks -> unscale -> rescale to exact -> finite? -> clip -> step -> scaler update -> zero gradients -> EMA
+Before it, for every micro-batch: forward inside autocast, through the compiled callable (which was compiled outside
+autocast) -> loss x weight -> backward outside autocast. When the window closes, `run_update` reads:
 
-A host that steps by itself calls `prepare` before its step and `finish` after it; `step` is both around ours.
+    schedule's rate -> mean over ranks -> unscale -> rescale to exact -> finite? -> clip
+    -> step -> scaler update -> zero gradients -> EMA
+
+A host that steps by itself calls the halves around its own step: `prepare_update` is the first line of these two, and
+`finish_update` the average at the end of the second.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -21,12 +27,6 @@ from plugins.errors import AccelError
 
 class Average(Protocol):
     def update(self) -> None: ...
-
-
-@runtime_checkable
-class Resumable(Protocol):
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state: Any) -> None: ...
 
 
 class NonFiniteGradient(AccelError, RuntimeError):
@@ -58,6 +58,7 @@ class Update:
         sync: average gradients over ranks here, once an update, where the host's own reduction was held back. Hosts
             multiply the loss by the number of ranks, so that the average is the sum that a big batch has.
         keep_gradients: whether to zero gradients in place now, as CUDA graphs need.
+        schedule: sets the rates of the update that comes.
         order: the model's parameters; hosts sum the norm in this order, and its last bit depends on it.
     """
 
@@ -71,10 +72,12 @@ class Update:
         average: Average | None = None,
         sync: bool = False,
         keep_gradients: Callable[[], bool] = lambda: False,
+        schedule: Callable[[], None] = lambda: None,
         order: Iterable[nn.Parameter] = (),
     ) -> None:
         self.optimizer, self.scaler, self.clip_norm, self.nonfinite = optimizer, scaler, clip_norm, nonfinite
         self.average, self.sync, self.keep_gradients = average, sync, keep_gradients
+        self._set_rates = schedule
         self._groups = {name: list(params) for name, params in (groups or {}).items()}
         self._order = {id(p): at for at, p in enumerate(order)}
 
@@ -91,18 +94,45 @@ class Update:
     def gradients(self) -> list[Tensor]:
         return [p.grad for p in self.parameters() if p.grad is not None]
 
-    def prepare(self, window: Window, unscale: bool = True) -> Outcome:
-        """Average over ranks, unscale, rescale, check, clip. The only host-device sync of an update is the norm."""
-        self._reduce(window)
-        return self._checked(window, unscale)
+    # -- the order -------------------------------------------------------------------------------------------------
 
-    def _reduce(self, window: Window) -> bool:
-        """Average over ranks, where that is ours; whether there is anything to update with."""
+    def run_update(self, window: Window) -> Outcome | None:
+        """The whole update; None where no rank has a micro-batch for it.
+
+        A gradient that is not finite leaves weights, optimizer state and average untouched.
+
+        Raises:
+            NonFiniteGradient: such a gradient, at `nonfinite=stop`.
+        """
+        outcome = self.prepare_update(window)
+        if outcome is not None:
+            self._step(outcome.stepped)
+        self.zero_gradients()
+        if outcome is not None:
+            self.finish_update(outcome)
+        return outcome
+
+    def prepare_update(self, window: Window) -> Outcome | None:
+        """Everything up to the step. Its only wait for the device is the norm."""
+        self._set_rates()
         self._leave_out_frozen()
-        if not self.sync:
-            return True
         # Before unscaling, so that an inf of one rank lowers the scale of all.
-        return average_over_ranks(self.parameters(), not window.empty)
+        if self.sync and not average_over_ranks(self.parameters(), not window.empty):
+            return None
+        self._unscale()
+        self._rescale(window)
+        norm = self._norm()
+        outcome = self._checked(window, float(norm))
+        if outcome.clipped and self.clip_norm is not None:
+            torch.nn.utils.clip_grads_with_norm_(self.parameters(), self.clip_norm, norm)
+        return outcome
+
+    def finish_update(self, outcome: Outcome) -> None:
+        """After the step: the average moves, if the update happened."""
+        if outcome.stepped and self.average is not None:
+            self.average.update()
+
+    # -- its steps -------------------------------------------------------------------------------------------------
 
     def _leave_out_frozen(self) -> None:
         """A parameter that was frozen inside the window gets no update from what came before."""
@@ -110,60 +140,45 @@ class Update:
             if parameter.grad is not None and not parameter.requires_grad and not self.keep_gradients():
                 parameter.grad = None
 
-    def _checked(self, window: Window, unscale: bool = True) -> Outcome:
-        if unscale and self._scaled:
+    def _unscale(self) -> None:
+        if self._scaled:
             self.scaler.unscale_(self.optimizer)
-        self._rescale(window)
+
+    def _rescale(self, window: Window) -> None:
+        """To the big batch's gradient, now that the window's totals are known."""
+        for group, factor in window.factors().items():
+            members = self.parameters() if group == ALL else self._groups[group]
+            scale_([p.grad for p in members if p.grad is not None], factor)
+
+    def _norm(self) -> Tensor:
         gradients = self.gradients()
-        total = torch.nn.utils.get_total_norm(gradients) if gradients else torch.zeros(())
-        norm = float(total)
-        finite = norm == norm and norm not in (float("inf"), float("-inf"))
-        clipped = finite and self.clip_norm is not None and norm > self.clip_norm
-        if clipped and self.clip_norm is not None:
-            torch.nn.utils.clip_grads_with_norm_(self.parameters(), self.clip_norm, total)
-        partial = window.micro_batches < window.expected
-        outcome = Outcome(finite, norm, clipped, window.micro_batches, window.samples, partial)
+        return torch.nn.utils.get_total_norm(gradients) if gradients else torch.zeros(())
+
+    def _checked(self, window: Window, norm: float) -> Outcome:
+        finite = math.isfinite(norm)
         if not finite and self.nonfinite == "stop":
             raise NonFiniteGradient(f"gradient norm is {norm} and nonfinite=stop; weights and EMA are untouched")
-        return outcome
+        clipped = finite and self.clip_norm is not None and norm > self.clip_norm
+        partial = window.micro_batches < window.expected
+        return Outcome(finite, norm, clipped, window.micro_batches, window.samples, partial)
 
-    def finish(self, outcome: Outcome) -> None:
-        """Move the average, if the update happened."""
-        if outcome.stepped and self.average is not None:
-            self.average.update()
-
-    def step(self, window: Window) -> Outcome | None:
-        """The whole update; None where no rank has a micro-batch for it.
-
-        A non-finite gradient leaves weights, optimizer state and average untouched.
-        """
-        if not self._reduce(window):
-            self.zero()
-            return None
-        outcome = self._checked(window)
+    def _step(self, finite: bool) -> None:
+        """A finite norm means that the scaler found no inf either; its `update` lowers the scale where it did."""
         if self._scaled:
-            # A finite norm means that the scaler found no inf either; update() lowers the scale where it did.
-            if outcome.stepped:
+            if finite:
                 self.scaler.step(self.optimizer)
             self.scaler.update()
-        elif outcome.stepped:
+        elif finite:
             self.optimizer.step()
-        self.zero()
-        self.finish(outcome)
-        return outcome
 
-    def zero(self) -> None:
+    def zero_gradients(self) -> None:
+        """In place where they have to stay."""
         self.optimizer.zero_grad(set_to_none=not self.keep_gradients())
 
     @property
     def _scaled(self) -> bool:
         """A scaler that meets no gradient at all has checked nothing, and refuses to step."""
         return self.scaler is not None and self.scaler.is_enabled() and bool(self.gradients())
-
-    def _rescale(self, window: Window) -> None:
-        for group, factor in window.factors().items():
-            members = self.parameters() if group == ALL else self._groups[group]
-            scale_([p.grad for p in members if p.grad is not None], factor)
 
 
 def average_over_ranks(parameters: list[nn.Parameter], takes_part: bool = True) -> bool:

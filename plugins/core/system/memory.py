@@ -50,6 +50,7 @@ class Peaks:
             self._reset()
 
     def end(self) -> None:
+        """Read the peak of the steady updates."""
         if self.first_gib is not None:
             self.steady_gib = self._peak()
 

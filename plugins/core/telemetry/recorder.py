@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -11,8 +12,9 @@ from plugins.config import AccelConfig
 from plugins.core.step.batchnorm import SMALL_MICRO_BATCH, Statistics
 from plugins.core.step.update import Outcome
 from plugins.core.system import devices
+from plugins.core.system.malloc import FreedMemory
 from plugins.core.system.memory import Peaks, in_use_gib
-from plugins.core.telemetry.report import Report
+from plugins.core.telemetry.report import Report, versions
 from plugins.core.telemetry.step_metrics import StepMetrics
 
 WITHOUT_GRADIENT_SHOWN = 20
@@ -22,11 +24,27 @@ COUNTS = ("micro_batches", "updates", "partial_windows", "skipped_updates", "dro
 
 
 class Recorder:
-    """Fills the report while a run goes on. `say` shows a line to the user."""
+    """Fills the report while a run goes on.
 
-    def __init__(self, config: AccelConfig, host: str, say: Callable[[str], None]) -> None:
-        self.config, self.say = config, say
-        self.report = Report(host, config.dump())
+    Args:
+        config: the settings.
+        host: the plug's name.
+        device: of the model.
+        say: shows a line to the user.
+        packages: distributions whose versions the report names.
+    """
+
+    def __init__(
+        self,
+        config: AccelConfig,
+        host: str,
+        device: torch.device,
+        say: Callable[[str], None],
+        packages: tuple[str, ...] = (),
+    ) -> None:
+        self.config, self.device, self.say = config, device, say
+        self.report = Report(host, config.dump(), versions=versions(*packages), device=devices.name(device))
+        self.peaks, self.freed = Peaks(device), FreedMemory(device)
         self.metrics = StepMetrics()
 
     def warn(self, text: str) -> None:
@@ -43,12 +61,10 @@ class Recorder:
 
     # -- at the start ---------------------------------------------------------------------------------------------
 
-    def begin(
-        self, device: torch.device, peaks: Peaks, statistics: Statistics, clip_norm: float | None, exact: bool
-    ) -> None:
+    def begin(self, statistics: Statistics, clip_norm: float | None, exact: bool) -> None:
+        """The sizes are known: see `sizes`."""
         report = self.report
-        report.device = devices.name(device)
-        report.memory.kind = peaks.kind
+        report.memory.kind = self.peaks.kind
         report.window.exact = exact and not report.window.approximate_terms
         report.gradients.clip_norm = clip_norm
         report.batchnorm.layers = len(statistics.layers)
@@ -84,7 +100,7 @@ class Recorder:
             shown = ", ".join(names[:WITHOUT_GRADIENT_SHOWN]) + (" ..." if len(names) > WITHOUT_GRADIENT_SHOWN else "")
             self.warn(f"{len(names)} trainable parameters got no gradient in the first update: {shown}")
 
-    def closed(self, outcome: Outcome, device: torch.device) -> None:
+    def closed(self, outcome: Outcome) -> None:
         """A window is over."""
         facts = self.report.window
         if outcome.stepped:
@@ -97,12 +113,14 @@ class Recorder:
                     f"update {self.updates - 1}: the gradient norm is {outcome.norm}; the update was skipped{last}"
                 )
         facts.partial_windows += outcome.partial
-        self.metrics.closed(outcome, in_use_gib(device))
+        self.metrics.closed(outcome, in_use_gib(self.device))
         if not outcome.stepped and self.metrics.none_finite(SKIPS_IN_A_ROW):
             self.warn(
                 f"{SKIPS_IN_A_ROW} updates in a row were skipped: every gradient was not finite; lower the learning "
                 "rate, or see the gradient norms in the report"
             )
+        self.peaks.update_done()
+        self.freed.update_done(self.peaks.first_gib or 0.0)
 
     def state_dict(self) -> dict[str, int]:
         """What was counted so far, for a checkpoint; a resumed run goes on from it."""
@@ -114,8 +132,14 @@ class Recorder:
 
     # -- at the end -----------------------------------------------------------------------------------------------
 
-    def sum_up(self) -> None:
-        report = self.report
+    def sum_up(self, average: Any) -> None:
+        """Write the run's figures into the report; `average` is that of the weights, or None."""
+        report, peaks = self.report, self.peaks
+        peaks.end()
         self.metrics.sum_up(report.speed, report.shapes, report.gradients)
         if advice := self.metrics.advice():
             self.warn(advice)
+        report.memory.allocator = self.freed.kept or "host"
+        report.memory.first_step_peak_gib, report.memory.steady_peak_gib = peaks.first_gib, peaks.steady_gib
+        if average is not None:
+            report.ema.updates = int(getattr(average, "updates", 0))

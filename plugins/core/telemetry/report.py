@@ -21,6 +21,8 @@ JSON_NAME, HTML_NAME = "accel_report.json", "accel_report.html"
 
 @dataclass
 class WindowFacts:
+    """Accumulation: sizes in micro-batches and samples, counts of updates, and what is not exact."""
+
     accumulate: int = 1
     micro_batch: int = 0
     effective_batch: int = 0
@@ -35,6 +37,8 @@ class WindowFacts:
 
 @dataclass
 class CompileFacts:
+    """The compile decision, and what was compiled. `seconds` are those of compiling in this process."""
+
     decision: str = "eager"
     reason: str = ""
     mode: str = "default"
@@ -53,6 +57,8 @@ class CompileFacts:
 
 @dataclass
 class SpeedFacts:
+    """The plan in force and how it was chosen; times in seconds."""
+
     plan: str = "host"
     reason: str = ""
     candidates: list[dict[str, Any]] = field(default_factory=list)
@@ -67,6 +73,8 @@ class SpeedFacts:
 
 @dataclass
 class MemoryFacts:
+    """Peaks in GiB; `kind` says of what: the device's allocator, or rss, the process's resident memory."""
+
     kind: str = ""
     allocator: str = "host"
     first_step_peak_gib: float | None = None
@@ -75,6 +83,8 @@ class MemoryFacts:
 
 @dataclass
 class ShapeFacts:
+    """Shapes of inputs, bucket edges (px or tokens), and the share of padding."""
+
     seen: list[list[int]] = field(default_factory=list)
     buckets: list[int] = field(default_factory=list)
     padding_fraction: float | None = None
@@ -82,6 +92,8 @@ class ShapeFacts:
 
 @dataclass
 class GradientFacts:
+    """L2 norms before clipping, and parameters that got no gradient."""
+
     norm_median: float | None = None
     clip_norm: float | None = None
     clipped_fraction: float | None = None
@@ -90,6 +102,8 @@ class GradientFacts:
 
 @dataclass
 class BatchNormFacts:
+    """Layers with running statistics, and the rule that they follow."""
+
     layers: int = 0
     rule: str = "host"
     micro_batch_too_small: bool = False
@@ -97,6 +111,8 @@ class BatchNormFacts:
 
 @dataclass
 class EmaFacts:
+    """The moving average of the weights."""
+
     decay: float | str | None = None
     updates: int = 0
 
@@ -132,6 +148,7 @@ class Report:
         return folder / JSON_NAME
 
     def data(self) -> dict[str, Any]:
+        """As JSON values; what is not finite is None."""
         found = _finite(asdict(self))
         order = ["schema", "host", "versions", "device", "config", "warnings"]
         return {**{k: found[k] for k in order}, **found}

@@ -26,6 +26,7 @@ class Series:
 
     @property
     def waiting(self) -> float:
+        """Seconds in all that were spent waiting for data."""
         return sum(self.waits)
 
     def median_seconds(self) -> float | None:

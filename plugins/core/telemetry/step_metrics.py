@@ -6,10 +6,10 @@ import math
 import time
 from collections.abc import Iterable
 
-from plugins.core.compile.dynamic_shapes import Seen
 from plugins.core.step.update import Outcome
 from plugins.core.telemetry.report import GradientFacts, ShapeFacts, SpeedFacts
 from plugins.core.telemetry.series import Series
+from plugins.core.telemetry.shapes_seen import Seen
 
 SLOW_LOADER = 0.2  # of a step
 
@@ -71,7 +71,7 @@ class StepMetrics:
         last = self.series.norms[-count:]
         return len(last) == count and not any(map(math.isfinite, last))
 
-    def shape(self, shape: Iterable[int], padding: int) -> None:
+    def shape(self, shape: Iterable[int], padding: int = 0) -> None:
         sizes = tuple(shape)
         self.seen.add(sizes, padding, math.prod(sizes))
         self._elements += math.prod(sizes)

@@ -215,7 +215,7 @@ def test_two_processes_share_a_folder(memory: PlanCache) -> None:
         "    m.keep(str(i % 3) * 64, entry(Plan(), device=sys.argv[2], code=[sys.argv[2] * 20000]))\n"
         "    assert m.find(str(i % 3) * 64, {Plan()}).code[0][0] in 'ab'\n"
     )
-    here = Path(plan_cache.__file__).parents[2]
+    here = Path(plan_cache.__file__).parents[3]
     line = [sys.executable, "-c", code, str(memory.folder)]
     both = [
         subprocess.Popen([*line, name], cwd=here, stderr=subprocess.PIPE, text=True, env={**os.environ, "A": name})

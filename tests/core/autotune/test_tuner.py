@@ -70,7 +70,7 @@ def test_a_candidate_within_the_spread_does_not_win(clock: Clock) -> None:
     host = Host(clock, lambda plan: next(swing) * (0.99 if plan != Plan() else 1.0))
     tuner = host.run(UPDATES).tuner
     assert tuner.plan == Plan()
-    assert "spread" in tuner.reason
+    assert "spread" in tuner.outcome.reason
 
 
 def test_a_hopeless_candidate_takes_one_step(clock: Clock) -> None:
@@ -106,7 +106,7 @@ def test_batches_whose_loss_is_not_finite_decide_nothing(clock: Clock, tmp_path:
         assert tuner.switches == [Switch(first + bad, BOTH_PLAN)]
     else:
         assert tuner.switches == []
-        assert "the loss was not finite on 3 batches" in tuner.reason
+        assert "the loss was not finite on 3 batches" in tuner.outcome.reason
     assert len(list(PlanCache(tmp_path).entries())) == (bad < planner_module.UNFIT_BATCHES)
 
 
@@ -126,7 +126,7 @@ def test_a_run_too_short_to_win_a_trial_back_starts_at_once(clock: Clock) -> Non
     assert host.losses == UPDATES
     assert tuner.plan == Plan()
     assert tuner.timings == []
-    assert "too few" in tuner.reason
+    assert "too few" in tuner.outcome.reason
 
 
 @pytest.mark.parametrize("of", [200, 300, 1000])
@@ -221,7 +221,7 @@ def test_a_trial_leaves_no_gradient_on_a_criterions_parameters(clock: Clock, kee
     host.optimizer.add_param_group({"params": [own]})
     held = host.session()
     held.update.keep_gradients = lambda: keep
-    with held.untouched():
+    with held.guard.untouched():
         own.square().backward()
     assert (own.grad == 0) if keep else own.grad is None
     held.end()
@@ -437,7 +437,7 @@ def test_a_second_run_starts_with_the_plan(clock: Clock, tmp_path: Path) -> None
     tuner = host.run(UPDATES, cache_dir=tmp_path).tuner
     assert host.losses == UPDATES
     assert [(s.update, s.plan) for s in tuner.switches] == [(0, Plan("bf16", "channels_last"))]
-    assert "remembered" in tuner.reason
+    assert "remembered" in tuner.outcome.reason
 
 
 def test_what_does_not_win_is_remembered_too(clock: Clock, tmp_path: Path) -> None:

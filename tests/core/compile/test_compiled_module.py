@@ -12,17 +12,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
+from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
 
 from plugins.core.compile.compiled_module import (
     CompiledModule,
     CompileRefused,
-    matching,
     preallocate_gradients,
     refuse_inside_autocast,
-    regions,
 )
 from plugins.core.compile.dynamic_shapes import Marker
 from plugins.core.compile.monitor import CompileMonitor
+from plugins.core.compile.scope import matching, regions
 from plugins.core.compile.toolchain import missing_compiler
 from plugins.core.system import versions
 from tests.core.tiny import Mlp, mlp, same, snapshot
@@ -292,7 +292,7 @@ def test_where_no_mark_holds_there_is_one_static_graph_a_size() -> None:
     def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
         if len(refused) < 2:
             refused.append(str(inputs))
-            raise RuntimeError("ConstraintViolationError: specialized it to be a constant (4)")
+            raise ConstraintViolationError("specialized it to be a constant (4)")
         graphs.append([i for i in inputs if isinstance(i, (int, torch.SymInt))])
         return graph.forward
 

@@ -350,7 +350,7 @@ time.sleep(600)
 
 @pytest.mark.parametrize("by", [signal.SIGINT, signal.SIGKILL])
 def test_nothing_stays_of_a_worker_whose_run_was_ended(tmp_path: Path, by: signal.Signals) -> None:
-    root = str(Path(compile_worker.__file__).parents[2])
+    root = str(Path(compile_worker.__file__).parents[3])
     run_ = subprocess.Popen(
         [sys.executable, "-c", RUN, str(tmp_path)],
         env={**os.environ, "PYTHONPATH": root},

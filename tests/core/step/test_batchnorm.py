@@ -119,13 +119,13 @@ def test_reestimate_gives_the_model_back_after_an_error() -> None:
 @pytest.mark.parametrize(("size", "rule", "warned"), [(8, "host", False), (7, "host", True), (7, "freeze", False)])
 def test_a_small_micro_batch_is_one_warning(size: int, rule: str, warned: bool) -> None:
     from plugins.config import AccelConfig
-    from plugins.core.session import Session
+    from plugins.core.session import RunSpec, Session
 
     said: list[str] = []
     model = mlp(norm=True)
-    session = Session(AccelConfig(batchnorm=rule), "test", say=said.append)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    session.model_ready(model, optimizer, device=torch.device("cpu"), micro_batch=size, size=2)
+    config, cpu = AccelConfig(batchnorm=rule), torch.device("cpu")
+    session = Session(RunSpec(config, "test", model, optimizer, cpu, micro_batch=size, size=2, say=said.append))
     assert sum("BatchNorm" in line for line in said) == warned
     assert session.report.batchnorm.micro_batch_too_small == warned
     assert session.report.batchnorm.layers == 1

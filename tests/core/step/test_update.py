@@ -19,7 +19,7 @@ from tests import reference
 from tests.core import ranks
 from tests.core.tiny import FORMS, Batch, Mlp, batches, feed, joined, mlp, same, session_of, snapshot
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 BOUND = {torch.float32: 1e-6, torch.float64: 1e-12}
 SGD = partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=1e-3)
 
@@ -126,7 +126,7 @@ def test_the_order_of_an_update() -> None:
     for part in batches(0, [2, 2]):
         window.count(2)
         FORMS["mean"][0](model, part).backward()
-    outcome = update.step(window)
+    outcome = update.run_update(window)
     assert told == ["unscale", "step", "scaler", "average"]
     assert outcome.clipped
     assert outcome.norm > 0.01
@@ -149,7 +149,7 @@ def test_gradients_may_stay_allocated() -> None:
     update = Update(SGD(model.parameters()), keep_gradients=lambda: True)
     FORMS["mean"][0](model, batches(0, [2])[0]).backward()
     kept = [p.grad for p in model.parameters()]
-    update.step(Window(1))
+    update.run_update(Window(1))
     assert all(p.grad is g and not g.any() for p, g in zip(model.parameters(), kept, strict=True))
 
 

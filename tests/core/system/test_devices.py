@@ -14,7 +14,7 @@ from plugins.core.compile.toolchain import missing_compiler
 from plugins.core.step import precision
 from plugins.core.system import devices, memory
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 CPU, META, MPS, XPU = (torch.device(kind) for kind in ("cpu", "meta", "mps", "xpu"))
 GIB = 1 << 30
 

@@ -11,7 +11,7 @@ import torch
 from plugins.core.system import malloc
 from plugins.core.system.malloc import KEEP, RELEASE, UPDATES, FreedMemory
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 CPU = torch.device("cpu")
 STEPS = """
 import resource, torch

@@ -11,11 +11,12 @@ import torch.distributed as dist
 from accelerate.utils import send_to_device
 from torch import Tensor
 
-from integrations.huggingface import counting, versions
-from integrations.huggingface.counting import Counting
-from integrations.huggingface.evidence import ranks
-from integrations.huggingface.probing import HOST, LATER, TOLERANCE, fits, invisible_copy, probe
-from integrations.huggingface.scaling import own_method
+from integrations.huggingface import versions
+from integrations.huggingface.gradient_scaling import own_method
+from integrations.huggingface.loss_rules import counting
+from integrations.huggingface.loss_rules.counting import Counting
+from integrations.huggingface.loss_rules.evidence import ranks
+from integrations.huggingface.loss_rules.head_probe import HOST, LATER, TOLERANCE, fits, invisible_copy, probe
 from integrations.precision_layout import DTYPES
 
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from integrations.huggingface.observing import RULES, Rule, Seen, errors
+from integrations.huggingface.loss_rules.observation import RULES, Rule, Seen, errors
 
 
 class Evidence:

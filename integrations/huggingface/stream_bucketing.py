@@ -9,7 +9,7 @@ from typing import Any
 
 from integrations.huggingface.bucketing import find_edges
 from integrations.huggingface.collator import BucketCollator
-from integrations.huggingface.forked import in_a_copy
+from integrations.huggingface.forked_process import in_a_copy
 from integrations.huggingface.lengths import length_of, own_labels, survey
 from integrations.huggingface.padding import own_length, telling_batches
 
@@ -35,6 +35,7 @@ class FirstSamples:
         self.group, self.size, self.room = group, size, room
 
     def __call__(self, samples: list[Any]) -> list[int]:
+        """Find the edges (tokens) from the first samples; none where the collator pads by a rule of its own."""
         collator, names = self.collator, self.collator.label_names
         found = survey(samples, collator.key, names, budget=float("inf"))
         if found is None or self._pads_by_itself(samples, found.lengths, [collator.key, *own_labels(found, names)]):
@@ -58,6 +59,7 @@ class FirstSamples:
 
 
 def tokens(key: str, sample: Any) -> int:
+    """Length of a sample, in tokens; 0 where it has none."""
     return length_of(sample, key) or 0
 
 

@@ -4,7 +4,7 @@ A head may use the count that the host hands it, ignore it, or weigh its terms i
 measured: whether the means of parts of a batch, weighted by a counting rule, give the whole's mean, and whether
 the parts add up when the count is held (then the host's own way is exact).
 
-What a user wrote is never asked here: see `observing`.
+What a user wrote is never asked here: see `observation`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from integrations.huggingface.counting import IGNORED, SUM, Counting, candidates, samples
+from integrations.huggingface.loss_rules.counting import IGNORED, SUM, Counting, candidates, samples
 
 Ask = Callable[[dict[str, Any], Any], Tensor]
 

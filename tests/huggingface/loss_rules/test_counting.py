@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from integrations.huggingface.counting import Counting, for_model, problem_type
-from integrations.huggingface.probing import HOST, LATER, probe, take_rows
+from integrations.huggingface.loss_rules.counting import Counting, for_model, problem_type
+from integrations.huggingface.loss_rules.head_probe import HOST, LATER, probe, take_rows
 from tests.huggingface.heads import HEADS, batch_for, model_for
 
 

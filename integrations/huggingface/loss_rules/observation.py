@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from integrations.huggingface.counting import IGNORED, Counting
-from integrations.huggingface.following import Followed, Trace, bare, plain
+from integrations.huggingface.loss_rules.counting import IGNORED, Counting
+from integrations.huggingface.loss_rules.followed_count import Followed, Trace, bare, plain
 
 CHUNK = 1 << 24
 """Elements of logits that are looked at together: a vocabulary's logits are not copied as a whole."""
@@ -159,10 +159,12 @@ class Seen:
 
     @property
     def labels(self) -> Tensor:
+        """Of the batch at hand."""
         return self.batch["labels"]  # type: ignore[no-any-return]
 
     @property
     def logits(self) -> Tensor:
+        """Of the model on this batch, detached."""
         return self.output("logits")
 
     def output(self, name: str) -> Tensor:
@@ -180,6 +182,7 @@ class Seen:
 
     @property
     def size(self) -> int:
+        """Samples of the batch; 0 where that cannot be told."""
         return count("samples", self.batch) or 0
 
     def total(self, form: str) -> Tensor | None:
@@ -194,6 +197,7 @@ class Seen:
 
     @property
     def device(self) -> torch.device:
+        """Of the batch; the CPU where it holds no tensor."""
         return next((v.device for v in self.batch.values() if isinstance(v, Tensor)), torch.device("cpu"))
 
 

@@ -1,6 +1,4 @@
-"""How a run of the Trainer starts: the checkpoint that it goes on from, its arguments, and its batch after running
-out of memory.
-"""
+"""How a run of the Trainer starts: its checkpoint, its arguments, and its batch after running out of memory."""
 
 from __future__ import annotations
 
@@ -8,8 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from integrations.huggingface import arguments, checkpointing
-from integrations.huggingface.holding import Held
+from integrations.huggingface import arguments, checkpoint_folders
+from integrations.huggingface.patches import Held
 
 
 class Starting:
@@ -36,13 +34,14 @@ class Starting:
         self._failed_batch = 0
 
     def train(self, original: Callable[..., Any], resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """The host's `train`: from the newest complete checkpoint, where it is to find one."""
         trainer = self.trainer
         run = Path(trainer.args.output_dir)
         if trainer.args.should_save and run.is_dir():
-            checkpointing.sweep(run)
+            checkpoint_folders.sweep(run)
         trainer.accelerator.wait_for_everyone()
         if resume_from_checkpoint is True:
-            found, passed = checkpointing.newest_complete(run) if run.is_dir() else (None, [])
+            found, passed = checkpoint_folders.newest_complete(run) if run.is_dir() else (None, [])
             for line in passed:
                 self.say(f"resume_from_checkpoint=True: {line}; an older one is taken")
             resume_from_checkpoint = str(found) if found else True  # the host says that there is none
@@ -55,6 +54,7 @@ class Starting:
     def inner_training_loop(
         self, original: Callable[..., Any], batch_size: Any = None, *args: Any, **kwargs: Any
     ) -> Any:
+        """The host's loop, with a batch that keeps the update's samples after running out of memory."""
         trainer = self.trainer
         if trainer.args.auto_find_batch_size and batch_size:
             batch_size = self._keep_effective_batch(batch_size)

@@ -1,50 +1,11 @@
-"""Taking hold of a Trainer: finding it from a callback's event, and patching the instance with a way back."""
+"""Patches on one object of the Trainer's, with a way back, and whether a method is still the host's own."""
 
 from __future__ import annotations
 
-import inspect
-import sys
 from collections.abc import Callable
 from typing import Any
 
 from integrations.patches import Patches
-
-
-def is_trainer(candidate: Any) -> bool:
-    """True for a Trainer or a subclass, without importing it: what the callback needs is there."""
-    return all(hasattr(candidate, name) for name in ("callback_handler", "compute_loss", "training_step", "args"))
-
-
-def find_trainer() -> Any:
-    """The Trainer among the callers, or None. Events carry no handle, but every event is fired by its methods."""
-    frame = inspect.currentframe()
-    while frame is not None:
-        candidate = frame.f_locals.get("self")
-        if candidate is not None and is_trainer(candidate):
-            return candidate
-        frame = frame.f_back
-    return None
-
-
-def adding_trainer() -> Any:
-    """The Trainer whose `add_callback` is running, or None; not one that is still being built."""
-    frame = inspect.currentframe()
-    while frame is not None:
-        candidate = frame.f_locals.get("self")
-        if frame.f_code.co_name == "add_callback" and candidate is not None and is_trainer(candidate):
-            return candidate if hasattr(candidate, "state") else None
-        frame = frame.f_back
-    return None
-
-
-def caller_local(owner: Any, function: str, name: str) -> Any:
-    """The local variable `name` of the nearest caller that is `owner.function`, or None."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_name == function and frame.f_locals.get("self") is owner and name in frame.f_locals:
-            return frame.f_locals[name]
-        frame = frame.f_back  # type: ignore[assignment]
-    return None
 
 
 def of_host(method: Any) -> bool:
@@ -93,4 +54,5 @@ class Held:
         self._patches.undo()
 
     def names(self) -> list[str]:
+        """Of the methods and values that are patched now."""
         return self._patches.names()

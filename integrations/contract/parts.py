@@ -1,0 +1,234 @@
+"""What a session and a plug hand out: settings, counts, files, state, averages. See `integrations.contract`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from torch import Tensor
+
+Scalar = Tensor | float
+State = TypeVar("State", bound="RunState")
+
+
+class Config(Protocol):
+    """The settings in force: fields of `plugins.AccelConfig`, with its values."""
+
+    @property
+    def accumulate(self) -> int | str: ...
+    @property
+    def batchnorm(self) -> str: ...
+    @property
+    def buckets(self) -> Any: ...
+    @property
+    def clip_norm(self) -> float | str: ...
+    @property
+    def compile(self) -> str: ...
+    @property
+    def effective_batch(self) -> int | str: ...
+    @property
+    def ema(self) -> float | str: ...
+    @property
+    def lr_scale(self) -> str: ...
+    @property
+    def nonfinite(self) -> str: ...
+    @property
+    def normalise(self) -> str: ...
+    @property
+    def plan(self) -> Path | str: ...
+    @property
+    def recompile_budget(self) -> int: ...
+    @property
+    def seed(self) -> int | str: ...
+    @property
+    def validate_(self) -> str: ...
+    def given(self) -> dict[str, Any]:
+        """The fields that were given, apart from the defaults."""
+
+
+class Start(Protocol):
+    """What a run begins with. What the settings leave open is measured later."""
+
+    @property
+    def precision(self) -> str:
+        """`host`, `fp32`, `bf16` or `fp16`."""
+
+    @property
+    def memory_format(self) -> str:
+        """`host` or `channels_last`."""
+
+    @property
+    def in_fp16(self) -> bool:
+        """Whether it runs in fp16, now or later: gradients then need a scaler."""
+
+
+class Trial(Protocol):
+    """What may be tried and switched on the batch at hand; `integrations.precision_layout.Layout` is one.
+
+    `loss()` runs forward and loss in the host's autocast, `apply` switches, inside `bare()` the model can be pickled,
+    `host_precision` is that of the host's own autocast.
+    """
+
+    @property
+    def host_precision(self) -> str: ...
+    def loss(self) -> Tensor: ...
+    def apply(self, precision: str, memory_format: str) -> None: ...
+    def bare(self) -> AbstractContextManager[None]: ...
+
+
+class Outcome(Protocol):
+    """What one closed window came to."""
+
+    @property
+    def stepped(self) -> bool:
+        """False for a skipped update: the gradient is not finite."""
+
+    @property
+    def norm(self) -> float:
+        """L2 norm of the exact gradient, before clipping."""
+
+    @property
+    def clipped(self) -> bool: ...
+    @property
+    def partial(self) -> bool:
+        """Of fewer micro-batches than expected."""
+
+
+class Window(Protocol):
+    """The micro-batches since the last update."""
+
+    @property
+    def empty(self) -> bool: ...
+    @property
+    def micro_batches(self) -> int: ...
+    @property
+    def expected(self) -> int:
+        """Micro-batches that this window will hold."""
+
+    @property
+    def weighted(self) -> bool:
+        """Whether losses need a weight: a window of one micro-batch on one rank is the big batch itself."""
+
+    def announce(self, total: Scalar, ranks: int = 1) -> None:
+        """Tell the window's total count over all ranks before its first micro-batch, where the host knows it."""
+
+
+class WindowFacts(Protocol):
+    """Counts of the run so far; the report's `window`."""
+
+    @property
+    def accumulate(self) -> int: ...
+    @property
+    def micro_batch(self) -> int: ...
+    @property
+    def effective_batch(self) -> int: ...
+    @property
+    def micro_batches(self) -> int: ...
+    @property
+    def updates(self) -> int: ...
+    @property
+    def skipped_updates(self) -> int: ...
+
+
+class CompileFacts(Protocol):
+    """The report's `compile`."""
+
+    @property
+    def decision(self) -> str: ...
+
+
+class ShapeFacts(Protocol):
+    """The report's `shapes`; an adapter fills in the buckets (px or tokens)."""
+
+    buckets: list[int]
+
+
+class EmaFacts(Protocol):
+    """The report's `ema`; an adapter fills in the decay."""
+
+    decay: float | str | None
+
+
+class Report(Protocol):
+    """The parts of the report that an adapter or a plug reads or fills in."""
+
+    versions: dict[str, str]
+    config: dict[str, Any]
+    checkpoints: list[str]
+
+    @property
+    def window(self) -> WindowFacts: ...
+    @property
+    def compile(self) -> CompileFacts: ...
+    @property
+    def shapes(self) -> ShapeFacts: ...
+    @property
+    def ema(self) -> EmaFacts: ...
+    def data(self) -> dict[str, Any]:
+        """As in `accel_report.json`."""
+
+
+class Files(Protocol):
+    """`plugins.core.checkpoint`: atomic writes, extra state beside a checkpoint, random state."""
+
+    @property
+    def AtomicPath(self) -> Any:
+        """A `Path` whose writes replace the file whole, or not at all."""
+
+    def sweep(self, folder: Path) -> Any:
+        """Remove what killed writes have left."""
+
+    def write_atomically(self, target: Path, write: Callable[[Any], Any]) -> Any: ...
+    def save_sidecar(self, checkpoint: Path, data: Any, state: Mapping[str, Any]) -> Path: ...
+    def load_sidecar(self, checkpoint: Path) -> dict[str, Any] | None: ...
+    def drop_sidecars(self, checkpoint: Path, keep: Path | None = None) -> None: ...
+    def seed_everything(self, seed: int) -> None: ...
+    def random_state(self) -> dict[str, Any]: ...
+    def set_random_state(self, state: Mapping[str, Any]) -> None: ...
+
+
+class RunState(Protocol):
+    """The state of a run by fields: `model`, `optimizer`, `scaler`, `average`, `window`, `random` ..."""
+
+    def without(self: State, *fields: str) -> State:
+        """The state without fields that a host's own checkpoint holds."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values and tensors, which `weights_only` loading allows."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Put back what `state` holds of these fields, random state excepted: see `Files.set_random_state`."""
+
+
+class Average(Protocol):
+    """Moved after every update that happened; resumed where it has `state_dict` and `load_state_dict`."""
+
+    def update(self) -> None: ...
+
+
+class WeightAverage(Average, Protocol):
+    """The core's own moving average of the weights, for a host that has none."""
+
+    @property
+    def decay(self) -> float: ...
+    @property
+    def updates(self) -> int: ...
+    def swapped(self) -> AbstractContextManager[None]:
+        """Inside, the model holds the averaged weights."""
+
+    def unswapped(self) -> AbstractContextManager[None]:
+        """Inside, the model holds the live weights, also inside `swapped`."""
+
+    def live(self) -> dict[str, Tensor]:
+        """The live weights by name."""
+
+    def adopt(self) -> None:
+        """The averaged weights become the model's own."""
+
+    def resume(self, live: Mapping[str, Tensor], updates: int) -> None:
+        """The model holds averaged weights: take them as the average, and put `live` into the model."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...

@@ -1,0 +1,41 @@
+"""What compiling asks of a model of transformers: no cache of keys and values, and to know when it generates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from integrations.huggingface.patches import Held
+
+
+def without_cache(model: Any) -> list[Held]:
+    """A cache of keys and values is of no use in training and changes what a compiler sees.
+
+    Returns:
+        What was put on the model's config, to be undone.
+    """
+    config = getattr(model, "config", None)
+    if not getattr(config, "use_cache", False):
+        return []
+    held = Held(config)
+    held.value("use_cache", False)
+    return [held]
+
+
+class Generation:
+    """Whether a model's `generate` is running: its calls are never compiled."""
+
+    def __init__(self) -> None:
+        self.running = False
+
+    def hold(self, model: Held) -> None:
+        """Watch `generate` of this model, where it has one."""
+        if hasattr(model.target, "generate"):
+            model.method("generate", self._generate)
+
+    def _generate(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        before, self.running = self.running, True
+        try:
+            return original(*args, **kwargs)
+        finally:
+            self.running = before
