@@ -11,6 +11,7 @@ import numpy as np
 from integrations.huggingface.collator import PlacedDataset
 from integrations.huggingface.data import Loaders
 from integrations.huggingface.loss_scaling import Losses
+from integrations.huggingface.patches import of_library
 
 
 def run(
@@ -24,8 +25,15 @@ def run(
     ignore_keys: Any = None,
     metric_key_prefix: str = "eval",
 ) -> Any:
-    """The trainer's `evaluation_loop`, with its loss and its order put right."""
-    dataloader = loaders.for_evaluation(dataloader)
+    """The trainer's `evaluation_loop`, with its loss and its order put right.
+
+    A loop that the user wrote has the data in its own order, and its figures are its own.
+    """
+    own = not of_library(original)
+    if own:
+        losses.approximate("the trainer's own evaluation_loop: its loss is as it gives it")
+    else:
+        dataloader = loaders.for_evaluation(dataloader)
     order = _order(dataloader)
     metrics = trainer.compute_metrics
     losses.evaluation.begin()
@@ -36,7 +44,7 @@ def run(
             output = original(dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
     finally:
         trainer.compute_metrics = metrics
-    mean = losses.evaluation.mean(trainer.args.device)
+    mean = None if own else losses.evaluation.mean(trainer.args.device)
     if mean is not None and f"{metric_key_prefix}_loss" in (output.metrics or {}):
         output.metrics[f"{metric_key_prefix}_loss"] = mean
     if order is None:

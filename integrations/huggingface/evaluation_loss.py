@@ -7,15 +7,17 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from accelerate.utils import send_to_device
 from torch import Tensor
 
 from integrations.huggingface.loss_rules import counting, observation
 from integrations.huggingface.loss_rules.counting import SUM
 from integrations.huggingface.loss_rules.evidence import Evidence, over_ranks, ranks
-from integrations.huggingface.loss_rules.find_rule import tolerance
+from integrations.huggingface.loss_rules.find_rule import own_count, tolerance
 from integrations.huggingface.loss_rules.followed_count import Trace, follow
 from integrations.huggingface.loss_rules.head_probe import invisible_copy, take_rows
 from integrations.huggingface.loss_rules.observation import OF_THE_HOST, RULES, Seen, Way, watching
+from integrations.huggingface.patches import of_library
 
 
 class EvaluationLoss:
@@ -36,6 +38,8 @@ class EvaluationLoss:
     def begin(self) -> None:
         """An evaluation begins."""
         self._sum, self._terms, self._asked = 0.0, 0, False
+        self._latest: Tensor | None = None  # what `compute_loss` gave last
+        self._own = 0  # losses that a prediction step of the user's own made in another way
         self._evidence: Evidence | None = None
         self._totals = [[0.0, 0.0] for _ in RULES]  # sum and terms by each rule of a loss that the user wrote
 
@@ -58,7 +62,9 @@ class EvaluationLoss:
         if self.losses.weighs:
             kwargs["num_items_in_batch"] = None
         if not self.losses.observes:
-            return original(model, inputs, *args, **kwargs)
+            found = original(model, inputs, *args, **kwargs)
+            self._latest = (found[0] if isinstance(found, tuple) else found).detach()
+            return found
         with self.watched(model, inputs, args, kwargs) as seen:
             found = original(model, inputs, *args, **kwargs)
         self._add_seen(found[0] if isinstance(found, tuple) else found, seen)
@@ -73,12 +79,19 @@ class EvaluationLoss:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """The host's prediction step; adds the loss of a library's head to the evaluation's sum."""
+        """The host's prediction step; adds the loss of a library's head to the evaluation's sum.
+
+        A prediction step of the user's own may give something else as its loss, which then stays.
+        """
         self.losses.find_rule([inputs], compute_loss)
         batch = dict(inputs) if isinstance(inputs, counting.Mapping) else {}
+        self._latest = None
         loss, logits, labels = original(model, inputs, *args, **kwargs)
         if loss is not None and self.losses.weighs:
-            loss = self._add(loss, batch, compute_loss)
+            if of_library(original) or (self._latest is not None and bool((loss == self._latest.mean()).all())):
+                loss = self._add(loss, batch, compute_loss)
+            else:
+                self._asked, self._own = True, self._own + 1
         return loss, logits, labels
 
     def _add(self, loss: Tensor, batch: dict[str, Any], compute_loss: Callable[..., Any]) -> Tensor:
@@ -87,7 +100,7 @@ class EvaluationLoss:
         if valid < rows:
             # The host completes the last step of several ranks with samples that were seen already.
             if valid and (copied := invisible_copy(self._trainer.accelerator.unwrap_model(self._trainer.model))):
-                part = self._trainer._prepare_input(take_rows(batch, 0, valid))
+                part = send_to_device(take_rows(batch, 0, valid), self._trainer.args.device)
                 with torch.no_grad(), torch.random.fork_rng(), self._trainer.accelerator.autocast():
                     loss = compute_loss(copied, part, num_items_in_batch=None).detach().mean()
             batch = take_rows(batch, 0, valid)
@@ -133,13 +146,17 @@ class EvaluationLoss:
         if not self._asked:
             return None
         if self.losses.weighs:
-            total, terms = over_ranks([self._sum, float(self._terms)], device)
+            total, terms, own = over_ranks([self._sum, float(self._terms), float(self._own)], device)
+            if own:
+                return None
             return total / terms if terms else float("nan")
         if self._evidence is None:
             return None
         self._evidence.agree(device)
         sums = over_ranks([number for both in self._totals for number in both], device)
         for at, rule in enumerate(RULES):
+            if rule.way is Way.COUNTED and own_count(self._trainer):
+                continue
             if rule in self._evidence.possible and rule.way is not Way.SUM and sums[2 * at + 1]:
                 return sums[2 * at] / sums[2 * at + 1]
         return None

@@ -27,7 +27,7 @@ from integrations.huggingface.gradient_scaling import Scaling, Share, says_scale
 from integrations.huggingface.loss_rules import counting, observation
 from integrations.huggingface.loss_rules.counting import SUM, Counting
 from integrations.huggingface.loss_rules.evidence import Evidence, over_ranks, ranks
-from integrations.huggingface.loss_rules.find_rule import Finding, find_rule, of_the_user, tolerance
+from integrations.huggingface.loss_rules.find_rule import Finding, find_rule, of_the_user, own_count, tolerance
 from integrations.huggingface.loss_rules.observation import KINDS, Rule, Seen, Way
 
 LEFT = "weighted as the host does"
@@ -212,7 +212,8 @@ class Losses:
     def _weight(self, rule: Rule, counts: dict[str, int | None]) -> float:
         window = self._window
         if rule.way is Way.COUNTED:  # exact, but for a host that counts labels which the loss does not (GPT-2)
-            return window.number / window.totals[rule.kind] if rule.kind in window.totals else 1.0
+            told = rule.kind in window.totals and not own_count(self.trainer)
+            return window.number / window.totals[rule.kind] if told else 1.0
         if rule.way is Way.SUM:
             return float(ranks())
         divided = (counts[rule.kind] or 0) * (window.micro_batches if rule.way is Way.SHARE else 1)

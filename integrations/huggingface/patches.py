@@ -17,6 +17,12 @@ def of_host(method: Any) -> bool:
     return getattr(method, "__func__", None) is getattr(Trainer, method.__name__, None)
 
 
+def of_library(method: Any) -> bool:
+    """Whether a method is written in transformers, in `Trainer` or in one of its own subclasses."""
+    module = str(getattr(getattr(method, "__func__", None), "__module__", ""))
+    return module.startswith("transformers.")
+
+
 class Held:
     """Patches on one object: methods that get the original, bound, as their first argument, and plain values.
 

@@ -14,6 +14,7 @@ import transformers as t
 from torch.nn.functional import cross_entropy
 from transformers.loss.loss_utils import ForCausalLMLoss
 
+from integrations.huggingface import versions
 from integrations.huggingface.loss_rules.head_probe import invisible_copy
 from tests import reference
 from tests.huggingface.heads import HIDDEN, VOCAB, batch_for, model_for
@@ -345,3 +346,34 @@ def test_a_rare_class_with_a_weight_of_its_own_is_named_when_it_comes(tmp_path):
                              extra={"compute_loss_func": loss}, **{**SPLIT, "max_steps": 3})  # fmt: skip
     trainer.train()
     assert named(tmp_path) == ["the loss adds up in another way than on the first batch; weighted as the host does"]
+
+
+class CountsTwice(t.Trainer):
+    """Counts a window's terms twice as high, and how often it is asked for what the host asks."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.asked = []
+
+    def _get_num_items_in_batch(self, batches, device):
+        self.asked.append("count")
+        return torch.tensor(2 * sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in batches))
+
+    def _prepare_input(self, data):
+        self.asked.append("input")
+        return super()._prepare_input(data)
+
+
+@pytest.mark.skipif(not versions.COUNT.here, reason="such a host has no count of its own to be replaced")
+def test_an_own_count_of_a_window_is_the_one_that_the_loss_is_divided_by(tmp_path):
+    runs = []
+    for plug in (False, True):
+        trainer, spy = ours("llama-causal", tmp_path / str(plug), plug=plug, kind=CountsTwice)
+        before = trainer.evaluate()["eval_loss"]
+        trainer.train()
+        runs.append((trainer.asked, before, losses(trainer), spy.gradients[0]))
+    (asked, before, logged, gradients), (asked_too, before_too, logged_too, gradients_too) = runs
+    assert asked_too == asked
+    assert before_too == pytest.approx(before, rel=1e-5)
+    assert logged_too == pytest.approx(logged, rel=1e-5)
+    assert reference.difference(gradients_too, gradients) < 1e-5

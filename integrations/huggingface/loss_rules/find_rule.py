@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from accelerate.utils import send_to_device
 from torch import Tensor
 
+from integrations.huggingface import versions
 from integrations.huggingface.gradient_scaling import own_method
 from integrations.huggingface.loss_rules import counting
 from integrations.huggingface.loss_rules.counting import Counting
@@ -32,6 +34,16 @@ def of_the_user(trainer: Any, compute_loss: Any) -> bool:
     return own_method(compute_loss, "compute_loss") or trainer.compute_loss_func is not None
 
 
+def own_count(trainer: Any) -> bool:
+    """True where the user counts the terms of a window; looked at beneath the plug's patch."""
+    if not versions.COUNT.here:
+        return False
+    method = trainer._get_num_items_in_batch
+    while getattr(method, "ours", False):
+        method = method.__wrapped__
+    return own_method(method, "_get_num_items_in_batch")
+
+
 def find_rule(
     trainer: Any, batches: Sequence[Any], compute_loss: Callable[..., Any]
 ) -> tuple[Finding, Counting | None, tuple[str, ...]]:
@@ -40,7 +52,7 @@ def find_rule(
     own_loss = "_loss_function" in vars(counting.base(model))
     smoother = trainer.label_smoother
     own_smoother = smoother is not None and not type(smoother).__module__.startswith("transformers.")
-    if of_the_user(trainer, compute_loss) or own_loss or own_smoother:
+    if of_the_user(trainer, compute_loss) or own_loss or own_smoother or own_count(trainer):
         return Finding.OBSERVED, None, ()
     rule = counting.for_model(model, dict(batches[0]), smoother is not None and "labels" in batches[0])
     sharded = str(getattr(trainer.accelerator, "distributed_type", "")).split(".")[-1] in ("FSDP", "DEEPSPEED")
@@ -71,7 +83,9 @@ def asked(
     trainer: Any, copied: Any, batches: Sequence[Any], compute_loss: Callable[..., Any]
 ) -> tuple[Callable[..., Tensor], dict[str, Any], float]:
     """(the host's loss of the copy as a function of inputs and a count, the largest micro-batch, a tolerance)."""
-    batch = trainer._prepare_input(_widest(batches))
+    batch = send_to_device(
+        _widest(batches), trainer.args.device
+    )  # not by the trainer's method, which may be the user's
 
     def ask(inputs: dict[str, Any], number: Any) -> Tensor:
         # the host multiplies by the number of processes only where it passes a count to a loss that takes one

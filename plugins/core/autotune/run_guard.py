@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from plugins.core.autotune.timing import buffers_kept
+from plugins.core.autotune.timing import attributes_kept, buffers_kept
 from plugins.core.checkpoint.rng_state import random_state, set_random_state
 from plugins.core.step.accumulation import Window
 from plugins.core.step.update import Update
@@ -30,14 +30,14 @@ class RunGuard:
 
     @contextmanager
     def untouched(self) -> Iterator[None]:
-        """What runs inside leaves no trace: window, buffers, gradients, random state.
+        """What runs inside leaves no trace: window, buffers, plain attributes, gradients, random state.
 
         Those of the model and its optimizer, and the global generators. What a model or a loss keeps elsewhere is not
-        known here, and moves with every trial: a criterion's BatchNorm, a generator of its own, a plain attribute.
+        known here, and moves with every trial: a criterion's BatchNorm, a generator of its own, a global list.
         """
         state = random_state()
         try:
-            with buffers_kept(self.model), self.window.unweighed():
+            with buffers_kept(self.model), attributes_kept(self.model), self.window.unweighed():
                 yield
         finally:
             self.clear_gradients()

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from copy import copy
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -80,6 +82,52 @@ def buffers_kept(model: nn.Module) -> Iterator[None]:
         with torch.no_grad():
             for buffer, value in values:
                 buffer.copy_(value)
+
+
+@contextmanager
+def attributes_kept(model: nn.Module) -> Iterator[None]:
+    """The modules' plain attributes are as before: a counter, a list of what was seen, a queue, the latest output.
+
+    Numbers, text, tensors, and lists, dicts and sets of anything; an object of another kind is not looked into.
+    """
+    kept = [(module, _plain_attributes(module)) for module in model.modules()]
+    insides = [(value, _inside(value)) for _, found in kept for value in found.values()]
+    try:
+        yield
+    finally:
+        for module, found in kept:
+            for name in _plain_attributes(module).keys() - found.keys():
+                del vars(module)[name]
+            vars(module).update(found)
+        for value, inside in insides:
+            _put_inside(value, inside)
+
+
+PLAIN = (bool, int, float, complex, str, bytes, type(None), tuple, Tensor)
+HOLDING = (list, dict, set, deque, OrderedDict, defaultdict, Counter)
+"""These types themselves: a subclass may refuse to be changed."""
+OF_TORCH = frozenset(vars(nn.Module())) | {"_compiled_call_impl"}
+
+
+def _plain_attributes(module: nn.Module) -> dict[str, Any]:
+    return {n: v for n, v in vars(module).items() if n not in OF_TORCH and (isinstance(v, PLAIN) or type(v) in HOLDING)}
+
+
+def _inside(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return None if value.requires_grad else value.clone()
+    return copy(value) if type(value) in HOLDING else None
+
+
+def _put_inside(value: Any, inside: Any) -> None:
+    if inside is None:
+        return
+    if isinstance(value, Tensor):
+        with torch.no_grad():
+            value.copy_(inside)
+        return
+    value.clear()
+    value.extend(inside) if isinstance(value, (list, deque)) else value.update(inside)
 
 
 def time_steps(

@@ -1,12 +1,13 @@
 from __future__ import annotations
 
+import collections
 from contextlib import AbstractContextManager, nullcontext
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from plugins.core.autotune.timing import OperatorTimes, fusable_share, time_in_turn, time_steps
+from plugins.core.autotune.timing import OperatorTimes, attributes_kept, fusable_share, time_in_turn, time_steps
 from plugins.core.plan import Plan
 from tests.core.planned import Clock, Host, by_name
 from tests.core.tiny import CPU
@@ -138,3 +139,36 @@ def test_plans_are_timed_there_and_back_again() -> None:
     steps = [layout for layout, _ in trial.layouts]
     last = "channels_last"
     assert steps == ["host", last, last, "host", "host", "host", last, "host"]
+
+
+class Remembers(torch.nn.Linear):
+    """Keeps plain attributes of many kinds, and an object that nobody can look into."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.calls, self.widths, self.latest = 0, [3], torch.zeros(2)
+        self.queue, self.by_name = torch.zeros(2), {"x": [1]}
+        self.seen = collections.Counter(a=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.widths.append(x.shape[1])
+        self.seen["a"] += 1
+        self.by_name["y"] = []
+        self.latest = super().forward(x)
+        self.queue += 1
+        self.mask = torch.ones(2)
+        return self.latest
+
+
+def test_what_a_model_keeps_in_plain_attributes_is_as_before_a_trial() -> None:
+    model = torch.nn.Sequential(Remembers(), torch.nn.Linear(2, 2))
+    own = model[0]
+    held = (own.widths, own.latest, own.queue)
+    with attributes_kept(model):
+        model(torch.ones(1, 2))
+        assert (own.calls, float(own.mask.sum())) == (1, 2.0)
+    assert (own.calls, own.widths, own.seen, own.by_name) == (0, [3], {"a": 1}, {"x": [1]})
+    assert own.queue.sum() == 0
+    assert not hasattr(own, "mask")
+    assert all(a is b for a, b in zip(held, (own.widths, own.latest, own.queue), strict=True))
