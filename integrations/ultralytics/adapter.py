@@ -23,7 +23,7 @@ from torch import nn
 from ultralytics.utils import RANK
 
 from integrations.contract import SessionContract, UnsupportedRun
-from integrations.patches import Patches
+from integrations.patches import Hook, NotCopied, Patches
 from integrations.ultralytics import data, schedule, supported, versions
 from integrations.ultralytics.checkpointing import Saving
 from integrations.ultralytics.ema import HostAverage, set_decay
@@ -32,7 +32,7 @@ from integrations.ultralytics.precision_layout import Layout
 from integrations.ultralytics.stepping import Stepping, host_clip_norm
 
 
-class Adapter:
+class Adapter(NotCopied):
     """`hold` takes the trainer, `release` gives it back as it was."""
 
     def __init__(self, trainer: Any, session: SessionContract) -> None:
@@ -40,10 +40,10 @@ class Adapter:
         self.model: nn.Module = versions.unwrap(trainer.model)
         self.patches = Patches()
         self._callbacks = {
-            "on_train_epoch_start": self._epoch_start,
-            "on_train_batch_start": self._batch_start,
-            "on_train_batch_end": self._batch_end,
-            "on_train_epoch_end": self._epoch_end,
+            "on_train_epoch_start": Hook(self._epoch_start),
+            "on_train_batch_start": Hook(self._batch_start),
+            "on_train_batch_end": Hook(self._batch_end),
+            "on_train_epoch_end": Hook(self._epoch_end),
         }
         self._resumed: dict[str, Any] | None = None
         self._gradients: list[tuple[nn.Parameter, Any]] = []  # of a resumed window
@@ -193,7 +193,10 @@ class Adapter:
     def _preprocess_batch(self, inner: Callable[..., Any], batch: dict[str, Any]) -> dict[str, Any]:
         first = self.session.window.empty
         self._index += 1
-        self.trainer.accumulate = 1  # an older host's warm-up has just set its own
+        if (chosen := schedule.hold_accumulate(self.trainer, self._index)) is not None:
+            self._nominal = chosen
+            if self.size is not None:
+                self.session.warn(f"trainer.accumulate={chosen}: set by a callback; the plug's own {self.size} holds")
         self.session.micro_batch(batch["img"].shape[0], expected=self._due() if self.size is None else None)
         if getattr(self.trainer.args, "multi_scale", 0.0) and self.session.window.expected > 1:
             batch = self._preprocess_at_one_scale(inner, batch, first)
@@ -278,7 +281,7 @@ class Adapter:
                     f"{size} micro-batches an update: the run holds only {total}, which make its one update"
                 )
             schedule.set_weight_decay(trainer, trainer.batch_size * min(size, total))
-        trainer.accumulate = 1  # so that the host calls optimizer_step after every micro-batch
+        trainer.accumulate = schedule.EVERY
         self.session.describe_window(trainer.batch_size)
 
     def _state(self) -> dict[str, Any]:

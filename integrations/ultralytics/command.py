@@ -66,7 +66,7 @@ def run(host: Callable[[], object], default_modules: Sequence[str] = ()) -> obje
         try:
             return host()
         except ValueError as error:
-            if any(cls.__name__ == "AccelError" for cls in type(error).__mro__):
+            if {"AccelError", "UnsupportedRun"} & {cls.__name__ for cls in type(error).__mro__}:
                 _fail(error)
             raise
 

@@ -73,6 +73,22 @@ def host_window(trainer: Any, index: int, nominal: int) -> int:
     return nominal
 
 
+class Held(int):
+    """The trainer's `accumulate` while the plug closes windows; any other number was set by the host or a user."""
+
+
+EVERY = Held(1)  # the host calls optimizer_step after every micro-batch
+
+
+def hold_accumulate(trainer: Any, index: int) -> int | None:
+    """Hold `accumulate`; returns what a callback has set it to since, which the host's warm-up would overrule."""
+    found, trainer.accumulate = trainer.accumulate, EVERY
+    batches = len(trainer.train_loader)
+    warm_up_batches = versions.warmup_iterations(trainer, batches)
+    in_warm_up = warm_up_batches and index + batches * trainer.epoch <= warm_up_batches
+    return None if found is EVERY or in_warm_up else max(1, math.ceil(found))
+
+
 def warm_up(trainer: Any, update: int, an_epoch: float) -> None:
     """Set rates and momenta for this update, as the host would for the same update of a run on big batches.
 

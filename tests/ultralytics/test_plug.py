@@ -100,7 +100,7 @@ trainer = cls(cfg={**DEFAULT_CFG_DICT, "save_dir": ""}, overrides=state["args"],
 trainer.model = state["model"]
 trainer._setup_train()
 print("events", sorted(set(events)))
-print("held", type(trainer.accel).__name__, trainer.accel.size, trainer.accel.seam.config.clip_norm)
+print("held", type(trainer.accel).__name__, trainer.accel.size, trainer.accel.session.config.clip_norm)
 print("patched", "optimizer_step" in vars(trainer))
 trainer.run_callbacks("teardown")
 print("undone", "optimizer_step" not in vars(trainer), trainer.accel)
