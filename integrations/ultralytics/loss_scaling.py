@@ -51,9 +51,11 @@ class Losses:
         self.around = patches.around(model, "loss", self._loss)
 
     def refresh(self) -> None:
-        """Between two windows: a callback may have put another criterion on the model, or taken it away."""
+        """Between two windows: a callback may have put another criterion on the model, or other parameters."""
         if getattr(self.model, "criterion", None) is not self._criterion:
             self._hold()
+        elif self.groups:
+            self._sort_parameters()
 
     def _hold(self) -> None:
         model, session = self.model, self.session
@@ -79,13 +81,15 @@ class Losses:
 
     def _end_to_end(self, model: nn.Module, criterion: Any) -> None:
         self.crosses_epochs = not hasattr(criterion, "update")
-        named = list(model.named_parameters())
-        self.groups = {
-            ONE_TO_ONE: [p for n, p in named if ONE_TO_ONE in n],
-            ONE_TO_MANY: [p for n, p in named if ONE_TO_ONE not in n],
-        }
+        self._sort_parameters()
         for group in self.groups:
             self._detection(criterion, group, group)
+
+    def _sort_parameters(self) -> None:
+        """Into the lists that the session was given."""
+        named = list(self.model.named_parameters())
+        for group in (ONE_TO_ONE, ONE_TO_MANY):
+            self.groups.setdefault(group, [])[:] = [p for n, p in named if (ONE_TO_ONE in n) == (group == ONE_TO_ONE)]
 
     def _detection(self, owner: Any, attribute: str, group: str) -> None:
         """Weight one detection criterion. The target scores' sum is seen where its assigner returns them."""

@@ -230,6 +230,28 @@ def test_an_optimizer_that_a_callback_puts_on_the_trainer_is_the_one_that_steps(
     assert all(n.startswith("model.6") for n in names)
 
 
+def test_parameters_that_a_callback_exchanges_in_an_end_to_end_model_keep_the_exact_gradient(train: Train) -> None:
+    """As pruning does: other parameters in the same model, and an optimizer of theirs."""
+
+    def exchange(trainer: Any, clone: bool) -> None:
+        for module in trainer.model.modules() if clone else ():
+            if isinstance(module, torch.nn.Conv2d) and module.weight.requires_grad:
+                module.weight = torch.nn.Parameter(module.weight.detach().clone())
+        trainer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=0.01, momentum=0.9)
+        for group in trainer.optimizer.param_groups:
+            group["initial_lr"] = 0.01
+
+    runs = [
+        train(
+            "end2end", accel={"accumulate": 2}, images=8, epochs=2, name=str(clone), spy=NoSpy(),
+            callbacks={"on_train_start": lambda trainer, clone=clone: exchange(trainer, clone)},
+        )
+        for clone in (False, True)
+    ]  # fmt: skip
+    for name, right in runs[0].weights.items():  # the norm is summed in another order
+        torch.testing.assert_close(runs[1].weights[name], right, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize(("accel", "updates"), [({}, 2), ({"accumulate": 4}, 1)])
 def test_an_accumulate_that_a_callback_sets_after_warm_up_closes_the_windows(
     accel: dict[str, Any], updates: int, train: Train
