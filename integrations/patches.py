@@ -70,6 +70,45 @@ class Around:
             self._at = before
 
 
+class NotCopied:
+    """Holds one run of one owner: a copy or pickle of what refers to it has None in its place."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        return None
+
+    def __reduce__(self) -> Any:
+        return type(None), ()
+
+
+class Hook:
+    """A callback of one run, among those of its owner: in a copy or pickle of the owner it does nothing.
+
+    Args:
+        function: is called in its place.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """As the function."""
+        return self.function(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return nothing
+
+    def __reduce__(self) -> Any:
+        return _nothing, ()
+
+
+def nothing(*args: Any, **kwargs: Any) -> None:
+    """What is left of a Hook in a copy."""
+
+
+def _nothing() -> Callable[..., None]:
+    return nothing
+
+
 class Patches:
     """`put` sets an attribute of one object and remembers what it held; `undo` puts everything back.
 

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from integrations.contract import HostTools, Session, UnsupportedRun
-from integrations.patches import Patches
+from integrations.patches import Hook, NotCopied, Patches
 from integrations.ultralytics import data, schedule, supported, versions
 from integrations.ultralytics.checkpointing import Saving
 from integrations.ultralytics.ema import HostAverage, set_decay
@@ -31,7 +31,7 @@ from integrations.ultralytics.precision_layout import Layout
 from integrations.ultralytics.stepping import Stepping, host_clip_norm
 
 
-class Adapter:
+class Adapter(NotCopied):
     """`hold` takes the trainer, `release` gives it back as it was."""
 
     def __init__(self, trainer: Any, tools: HostTools) -> None:
@@ -40,10 +40,10 @@ class Adapter:
         self.model: nn.Module = versions.unwrap(trainer.model)
         self.patches = Patches()
         self._callbacks = {
-            "on_train_epoch_start": self._epoch_start,
-            "on_train_batch_start": self._batch_start,
-            "on_train_batch_end": self._batch_end,
-            "on_train_epoch_end": self._epoch_end,
+            "on_train_epoch_start": Hook(self._epoch_start),
+            "on_train_batch_start": Hook(self._batch_start),
+            "on_train_batch_end": Hook(self._batch_end),
+            "on_train_epoch_end": Hook(self._epoch_end),
         }
         self._resumed: dict[str, Any] | None = None
         self._gradients: list[tuple[nn.Parameter, Any]] = []  # of a resumed window
@@ -79,6 +79,7 @@ class Adapter:
         sync = accumulates and isinstance(trainer.model, nn.parallel.DistributedDataParallel)
         if sync:
             trainer.model.require_backward_grad_sync = False  # one reduction an update, at the close
+        groups = loss_groups(self.model, config.normalise)
         self._session = session = tools.new_session(
             self.model,
             trainer.optimizer,
@@ -89,7 +90,7 @@ class Adapter:
             clip_norm=host_clip_norm(trainer.optimizer_step),
             scaler=trainer.scaler,
             average=HostAverage(trainer) if trainer.ema else None,  # an older host has it on rank 0 only
-            groups=loss_groups(self.model, config.normalise),
+            groups=groups,
             schedule=self._set_rates,
             dims=(2, 3) if getattr(trainer.args, "multi_scale", 0.0) else (),
             takes=lambda args: isinstance(args[0], torch.Tensor),
@@ -97,7 +98,7 @@ class Adapter:
             uncompilable=supported.uncompilable(self.model),
         )
         set_decay(trainer, session, config.ema)
-        self.losses = Losses(self.model, session, self.patches)
+        self.losses = Losses(self.model, session, self.patches, groups)
         self.crosses_epochs = self.losses.crosses_epochs
         self._resize(self.size)
         self._patch()
@@ -199,7 +200,10 @@ class Adapter:
     def _preprocess_batch(self, inner: Callable[..., Any], batch: dict[str, Any]) -> dict[str, Any]:
         first = self.session.window.empty
         self._index += 1
-        self.trainer.accumulate = 1  # an older host's warm-up has just set its own
+        if (chosen := schedule.hold_accumulate(self.trainer, self._index)) is not None:
+            self._nominal = chosen
+            if self.size is not None:
+                self.session.warn(f"trainer.accumulate={chosen}: set by a callback; the plug's own {self.size} holds")
         self.session.micro_batch(batch["img"].shape[0], expected=self._due() if self.size is None else None)
         if getattr(self.trainer.args, "multi_scale", 0.0) and self.session.window.expected > 1:
             batch = self._preprocess_at_one_scale(inner, batch, first)
@@ -283,7 +287,7 @@ class Adapter:
                     f"{size} micro-batches an update: the run holds only {total}, which make its one update"
                 )
             schedule.set_weight_decay(trainer, trainer.batch_size * min(size, total))
-        trainer.accumulate = 1  # so that the host calls optimizer_step after every micro-batch
+        trainer.accumulate = schedule.EVERY
         self.session.resize(size, self._nominal, trainer.batch_size)
 
     def _state(self) -> dict[str, Any]:

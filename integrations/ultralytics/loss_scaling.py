@@ -36,14 +36,16 @@ class Losses:
     """Puts weights on the criterion of one live model.
 
     Attributes:
-        groups: see `loss_groups`.
+        groups: see `loss_groups`; lists that the session holds too.
         crosses_epochs: False where the criterion changes its own weights every epoch, so that a window has to end.
         around: the weights on what `model.loss` returns.
     """
 
-    def __init__(self, model: nn.Module, session: Session, patches: Patches) -> None:
+    def __init__(
+        self, model: nn.Module, session: Session, patches: Patches, groups: dict[str, list[nn.Parameter]]
+    ) -> None:
         self.model, self.session, self.patches = model, session, patches
-        self.groups = loss_groups(model, session.config.normalise)
+        self.groups = groups
         self.crosses_epochs = True
         self._criterion: Any = None
         self._count: Callable[[dict[str, Any]], int] | None = None
@@ -52,9 +54,11 @@ class Losses:
         self.around = patches.around(model, "loss", self._loss)
 
     def refresh(self) -> None:
-        """Between two windows: a callback may have put another criterion on the model, or taken it away."""
+        """Between two windows: a callback may have put another criterion on the model, or other parameters."""
         if getattr(self.model, "criterion", None) is not self._criterion:
             self._hold()
+        elif self.groups:
+            self._sort_parameters()
 
     def _hold(self) -> None:
         model, session = self.model, self.session
@@ -78,8 +82,14 @@ class Losses:
 
     def _end_to_end(self, criterion: Any) -> None:
         self.crosses_epochs = not hasattr(criterion, "update")
+        self._sort_parameters()
         for group in self.groups:
             self._detection(criterion, group, group)
+
+    def _sort_parameters(self) -> None:
+        """Into the lists that the session was given."""
+        for group, members in loss_groups(self.model, self.session.config.normalise).items():
+            self.groups.setdefault(group, [])[:] = members
 
     def _detection(self, owner: Any, attribute: str, group: str) -> None:
         """Weight one detection criterion. The target scores' sum is seen where its assigner returns them."""

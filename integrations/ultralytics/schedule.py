@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -58,6 +59,22 @@ def host_window(trainer: Any, index: int, nominal: int) -> int:
     if warm_up_batches and at <= warm_up_batches:
         return max(1, int(np.interp(at, [0, warm_up_batches], [1, versions.top_of_ramp(trainer, nominal)]).round()))
     return nominal
+
+
+class Held(int):
+    """The trainer's `accumulate` while the plug closes windows; any other number was set by the host or a user."""
+
+
+EVERY = Held(1)  # the host calls optimizer_step after every micro-batch
+
+
+def hold_accumulate(trainer: Any, index: int) -> int | None:
+    """Hold `accumulate`; returns what a callback has set it to since, which the host's warm-up would overrule."""
+    found, trainer.accumulate = trainer.accumulate, EVERY
+    batches = len(trainer.train_loader)
+    warm_up_batches = versions.warmup_iterations(trainer, batches)
+    in_warm_up = warm_up_batches and index + batches * trainer.epoch <= warm_up_batches
+    return None if found is EVERY or in_warm_up else max(1, math.ceil(found))
 
 
 def warm_up(trainer: Any, update: int, an_epoch: float) -> None:

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from plugins import easyocr as plug
 from plugins.core.system import devices
 from plugins.easyocr import fit
+from plugins.easyocr import training as plug
 from tests import mirror
 from tests.core.tiny import same
 from tests.easyocr.conftest import TINY, numbers, write_folder
@@ -67,7 +67,7 @@ def test_run_equals_the_cpu_s_with_one_read_an_update(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     reads: list[tuple[bool, int]] = []
-    own = plug._Run._micro_batch
+    own = plug.Run._micro_batch
 
     def counted(self: Any, batch: Any) -> Any:
         before = mirror.reads()
@@ -76,7 +76,7 @@ def test_run_equals_the_cpu_s_with_one_read_an_update(
         return outcome
 
     theirs = on_the_cpu("bf16" if precision == "fp16" else precision)  # a CPU trains in no fp16
-    monkeypatch.setattr(plug._Run, "_micro_batch", counted)
+    monkeypatch.setattr(plug.Run, "_micro_batch", counted)
     ours = run(data, tmp_path, precision=precision)
     assert reads == [(False, 0), (True, an_update)] * 4
     found, wanted = state(ours)["model"], state(theirs)["model"]
@@ -91,7 +91,7 @@ def test_run_equals_the_cpu_s_with_one_read_an_update(
 def test_infinite_gradient_in_fp16_skips_the_update(
     data: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    own, seen = plug._Run._micro_batch, []
+    own, seen = plug.Run._micro_batch, []
 
     def second_is_infinite(self: Any, batch: Any) -> Any:
         if self.at.position in (2, 3):
@@ -104,7 +104,7 @@ def test_infinite_gradient_in_fp16_skips_the_update(
             seen.append((outcome.stepped, scaler.get_scale(), live, average))
         return outcome
 
-    monkeypatch.setattr(plug._Run, "_micro_batch", second_is_infinite)
+    monkeypatch.setattr(plug.Run, "_micro_batch", second_is_infinite)
     run(data, tmp_path, precision="fp16")
     (_, scale, weights, average), (stepped, fell, kept, kept_average), *rest = seen
     assert not stepped

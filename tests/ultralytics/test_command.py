@@ -17,6 +17,7 @@ from ultralytics.cfg import merge_equals_args
 from ultralytics.utils.callbacks.base import default_callbacks, get_default_callbacks
 from ultralytics.utils.dist import ddp_cleanup, generate_ddp_file
 
+from integrations.contract import UnsupportedRun
 from integrations.ultralytics import command
 from integrations.ultralytics.command import Command, CommandError
 from plugins.errors import AccelError
@@ -263,6 +264,15 @@ def test_an_accel_error_of_the_run_is_one_line_and_others_pass(capsys: pytest.Ca
     assert capsys.readouterr().err == "accel-plugins: compile=on: refused\n"
     with pytest.raises(ValueError, match="the host's"):
         command.run(lambda: host(ValueError("the host's")))
+
+
+def test_what_the_plug_refuses_in_the_middle_of_a_run_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    def host() -> None:
+        raise UnsupportedRun("trainer.model: a callback put another model there")
+
+    with pytest.raises(SystemExit):
+        command.run(host)
+    assert capsys.readouterr().err == "accel-plugins: trainer.model: a callback put another model there\n"
 
 
 def test_main_plugs_its_module_in_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -96,7 +96,7 @@ class Accumulated:
         self.session = Session(
             RunSpec(config, "ultralytics", model, self.optimizer, CPU, 4, size, groups=groups, say=lambda _: None)
         )
-        self.losses = Losses(model, self.session, self.patches)
+        self.losses = Losses(model, self.session, self.patches, groups)
         freeze(model)
 
     def feed(self, batches: list[dict[str, Any]]) -> Accumulated:

@@ -22,6 +22,7 @@ from ultralytics import YOLO
 from ultralytics.models.yolo.detect import DetectionTrainer
 from ultralytics.utils.torch_utils import ModelEMA
 
+from integrations.patches import Hook, nothing
 from integrations.ultralytics import command
 from plugins import yolo
 from plugins.yolo import attach
@@ -71,6 +72,28 @@ def test_10273_copies_of_the_live_model_are_the_host_s_at_every_event(train: Tra
     functions = {event: (lambda trainer, event=event: copies(event, trainer)) for event in EVENTS}
     train(accel={"accumulate": 2}, images=8, callbacks=functions, spy=NoSpy())
     assert set(tried) == set(EVENTS)
+
+
+def test_copies_of_the_trainer_and_its_validator_are_without_the_plug_s_run(train: Train) -> None:
+    """The callbacks of a run hold its trainer, whose loss can no more be copied: a validator's copy goes without."""
+    made: list[Any] = []
+
+    def copies_trainer(trainer: Any) -> None:
+        made.append(copy.deepcopy(trainer))
+
+    def copies_validator(trainer: Any) -> None:
+        trainer.validator.callbacks = trainer.callbacks
+        made.append(copy.deepcopy(trainer.validator))
+        pickle.loads(pickle.dumps([f for f in trainer.callbacks["on_train_batch_end"] if isinstance(f, Hook)]))
+
+    callbacks = {"on_train_start": copies_trainer, "on_train_epoch_end": copies_validator}
+    assert train(accel={"accumulate": 2}, images=8, callbacks=callbacks, spy=NoSpy()).report["window"]["updates"] == 1
+    trainer = made[0]
+    assert trainer.accel is None
+    assert "optimizer_step" not in vars(trainer)
+    for owner in made:
+        assert nothing in owner.callbacks["on_train_batch_start"]
+        assert not any(isinstance(f, Hook) for functions in owner.callbacks.values() for f in functions)
 
 
 LOADS = """
@@ -205,6 +228,53 @@ def test_an_optimizer_that_a_callback_puts_on_the_trainer_is_the_one_that_steps(
     names = [n for n, _ in run.trainer.model.named_parameters() if not torch.equal(kept[0][n], run.weights[n])]
     assert names
     assert all(n.startswith("model.6") for n in names)
+
+
+def test_parameters_that_a_callback_exchanges_in_an_end_to_end_model_keep_the_exact_gradient(train: Train) -> None:
+    """As pruning does: other parameters in the same model, and an optimizer of theirs."""
+
+    def exchange(trainer: Any, clone: bool) -> None:
+        for module in trainer.model.modules() if clone else ():
+            if isinstance(module, torch.nn.Conv2d) and module.weight.requires_grad:
+                module.weight = torch.nn.Parameter(module.weight.detach().clone())
+        trainer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=0.01, momentum=0.9)
+        for group in trainer.optimizer.param_groups:
+            group["initial_lr"] = 0.01
+
+    runs = [
+        train(
+            "end2end", accel={"accumulate": 2}, images=8, epochs=2, name=str(clone), spy=NoSpy(),
+            callbacks={"on_train_start": lambda trainer, clone=clone: exchange(trainer, clone)},
+        )
+        for clone in (False, True)
+    ]  # fmt: skip
+    for name, right in runs[0].weights.items():  # the norm is summed in another order
+        torch.testing.assert_close(runs[1].weights[name], right, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("accel", "updates"), [({}, 2), ({"accumulate": 4}, 1)])
+def test_an_accumulate_that_a_callback_sets_after_warm_up_closes_the_windows(
+    accel: dict[str, Any], updates: int, train: Train
+) -> None:
+    def choose(trainer: Any) -> None:
+        trainer.accumulate = 2
+
+    run = train(accel=accel, images=16, nbs=4, callbacks={"on_train_start": choose})
+    assert len(run.spy.updates) == updates
+    told = [line for line in run.report["warnings"] if line.startswith("trainer.accumulate=2: set by a callback")]
+    assert len(told) == (1 if accel else 0)
+
+
+def test_an_accumulate_that_a_callback_sets_within_warm_up_is_the_host_s_to_overrule(train: Train) -> None:
+    def choose(trainer: Any) -> None:
+        trainer.accumulate = 2
+
+    callbacks = {"on_train_start": choose}
+    runs = [
+        train(accel=a, images=8, nbs=4, epochs=3, warmup_epochs=1, callbacks=callbacks, name=str(a)) for a in (None, {})
+    ]
+    assert [len(run.spy.updates) for run in runs] == [6, 6]
+    assert same(runs[0].weights, runs[1].weights)
 
 
 def test_a_parameter_frozen_in_the_middle_of_a_window_does_not_move(train: Train) -> None:

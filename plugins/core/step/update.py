@@ -78,7 +78,8 @@ class Update:
         self.optimizer, self.scaler, self.clip_norm, self.nonfinite = optimizer, scaler, clip_norm, nonfinite
         self.average, self.sync, self.keep_gradients = average, sync, keep_gradients
         self._set_rates = schedule
-        self._groups = {name: list(params) for name, params in (groups or {}).items()}
+        # A list stays the host's own, who may put other parameters into it between two updates.
+        self._groups = {n: params if isinstance(params, list) else list(params) for n, params in (groups or {}).items()}
         self._order = {id(p): at for at, p in enumerate(order)}
 
     def parameters(self) -> list[nn.Parameter]:
