@@ -78,6 +78,7 @@ TABLE = (
     Symbol("transformers.trainer_utils:seed_worker"),
     Symbol("transformers.models.auto.modeling_auto:MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"),
     Symbol("accelerate.utils:gather_object"),
+    Symbol("accelerate.utils:send_to_device"),
     Symbol("accelerate:Accelerator.clip_grad_norm_"),
     Symbol("accelerate:Accelerator.scaler"),
     Symbol("accelerate.optimizer:AcceleratedOptimizer.step_was_skipped"),

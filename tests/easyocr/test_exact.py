@@ -80,7 +80,7 @@ def test_a_ragged_run_equals_the_reference(micro_batches):
 def test_the_gradients_of_fit_equal_the_reference(tiny, monkeypatch, batch, forward_px):
     """Every update of a real run: its gradient against one big batch of the same lines, from the same weights."""
     recorded, runs = [], []
-    make, prepare = plug.training.optim.optimizer, plug.prepare
+    make, prepare = plug.training.optimizer.optimizer, plug.prepare
 
     def spied_prepare(*args):
         runs.append(prepare(*args))
@@ -98,7 +98,7 @@ def test_the_gradients_of_fit_equal_the_reference(tiny, monkeypatch, batch, forw
         return steps
 
     monkeypatch.setattr(plug, "prepare", spied_prepare)
-    monkeypatch.setattr(plug.training.optim, "optimizer", spied)
+    monkeypatch.setattr(plug.training.optimizer, "optimizer", spied)
     monkeypatch.setattr(plug.training, "Run", Kept)
     plug.fit(
         tiny, num_iter=6, batch_size=batch, accumulate=3, clip_norm="off", batchnorm="freeze", forward_px=forward_px,

@@ -23,6 +23,7 @@ from ultralytics.nn.tasks import DetectionModel
 
 from integrations.ultralytics import checkpointing
 from plugins.core import checkpoint
+from plugins.core.checkpoint import atomic_file
 from tests.ultralytics.conftest import ROOT, Run, same, tensors, without_plug
 
 Train = Callable[..., Run]
@@ -329,10 +330,10 @@ def test_disk_full_costs_one_checkpoint_and_not_the_run(train: Train, monkeypatc
             def full(handle: int) -> None:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-            monkeypatch.setattr(checkpoint.os, "fsync", full)
+            monkeypatch.setattr(atomic_file.os, "fsync", full)
 
     def disarm(trainer: Any) -> None:
-        monkeypatch.setattr(checkpoint.os, "fsync", fsync)
+        monkeypatch.setattr(atomic_file.os, "fsync", fsync)
         if trainer.epoch == 1:
             assert trainer.last.read_bytes() == kept[0]
             assert not list(trainer.wdir.glob(".*.tmp"))

@@ -242,7 +242,8 @@ def test_a_run_that_changed_over_is_the_run_with_its_file(
 def test_a_resumed_run_keeps_them(host: Host) -> None:
     whole, second = new_host(host.clock), new_host(host.clock)
     run(whole)
-    state = copy.deepcopy(run(host, updates=7, end=False).owner.state_dict())
+    run(host, updates=7, end=False)
+    state = copy.deepcopy(host.open.state_dict())
     options = {"compile": "auto", "compile_backend": "eager"}
     again = second.session(**options)
     again.load_state_dict(state)
