@@ -120,13 +120,21 @@ class Patches:
         self._put: list[_Patch] = []
         self._copied = copied
 
-    def put(self, owner: Any, name: str, value: Any) -> Any:
-        """Set `owner.name`; returns what it was (a bound method where the class provides it)."""
+    def put(self, owner: Any, name: str, value: Any, hidden: bool = True) -> Any:
+        """Set `owner.name`; returns what it was (a bound method where the class provides it).
+
+        Args:
+            owner: an object, or a module.
+            name: of its attribute.
+            value: in its place.
+            hidden: from copies and pickles of the owner; False for an owner whose attributes are written out as they
+                are (a config), where what hides them would be written too.
+        """
         before = getattr(owner, name)
         patch = _Patch(owner, name, vars(owner).get(name, _ABSENT), value, self._copied)
         self._put.append(patch)
         setattr(owner, name, value)
-        if not isinstance(owner, type):
+        if hidden and not isinstance(owner, type):
             _Copies.of(owner).add(patch)
         return before
 
@@ -141,8 +149,7 @@ class Patches:
         while self._put:
             patch = self._put.pop()
             patch.restore()
-            if not isinstance(patch.owner, type):
-                _Copies.of(patch.owner).remove(patch)
+            _Copies.of(patch.owner).remove(patch)
 
     @contextmanager
     def lifted(self, owner: Any) -> Iterator[None]:
@@ -190,6 +197,8 @@ class _Copies:
         vars(self.owner).update(self.hooks)
 
     def remove(self, patch: _Patch) -> None:
+        if patch not in self.patches:  # not hidden
+            return
         self.patches.remove(patch)
         if not self.patches:
             self._unhook()

@@ -18,7 +18,7 @@ def without_cache(model: Any) -> list[Held]:
     if not getattr(config, "use_cache", False):
         return []
     held = Held(config)
-    held.value("use_cache", False)
+    held.value("use_cache", False, hidden=False)
     return [held]
 
 

@@ -45,9 +45,9 @@ class Held:
         patched.__name__ = name
         self._patches.put(self.target, name, patched)
 
-    def value(self, name: str, value: Any) -> None:
-        """Set an attribute on the instance."""
-        self._patches.put(self.target, name, value)
+    def value(self, name: str, value: Any, hidden: bool = True) -> None:
+        """Set an attribute on the instance, `hidden` from its copies: see `Patches.put`."""
+        self._patches.put(self.target, name, value, hidden)
 
     def undo(self) -> None:
         """Put everything back, the latest patch first. Safe to call twice."""

@@ -62,7 +62,7 @@ class Losses:
 
     def _hold(self) -> None:
         model, session = self.model, self.session
-        self._criterion = criterion = _criterion(model)
+        criterion = _criterion(model)
         self._count = None
         if session.config.normalise == "host":
             session.approximate("all: normalise=host")
@@ -79,6 +79,7 @@ class Losses:
             self._count = lambda batch: len(batch["cls"])
         elif criterion is not None:
             session.approximate(f"{type(criterion).__name__}: summed as the host does")
+        self._criterion = getattr(model, "criterion", None)  # an older host's is held by a function in its place
 
     def _end_to_end(self, criterion: Any) -> None:
         self.crosses_epochs = not hasattr(criterion, "update")
