@@ -218,7 +218,7 @@ class OperatorTimes(TorchDispatchMode):
     """
 
     def __init__(self, device: torch.device) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.device = device
         self.clock = time.thread_time if device.type == "cpu" else time.perf_counter
         self.alone = MATRIX + (UNFUSED_ON_CPU if device.type == "cpu" else ())

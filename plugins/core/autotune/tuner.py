@@ -1,9 +1,8 @@
 """Chooses the speed plan of one run, by measuring it on the run's own batches, and puts everything back.
 
 It is asked at the start of every window, before the forward, with nothing accumulated yet. First the run's own steps
-are timed, which costs nothing. Then layouts and precisions are tried on the batch at hand, forward and backward only:
-weights and optimizer are never touched, buffers, gradients and random state are put back. A compile
-happens in a worker beside the run, which changes over when the code is ready, if it then wins on the batch at hand.
+are timed. Then layouts and precisions are tried on the batch at hand, forward and backward only: weights and optimizer
+are never touched. A compile happens in a worker beside the run, which changes over if it then wins on that batch.
 """
 
 from __future__ import annotations
@@ -20,9 +19,10 @@ import torch.distributed as dist
 from torch import nn
 
 from plugins.core.autotune import cost_model
-from plugins.core.autotune.background_compile import BackgroundCompile, CompileFindings, Owner
+from plugins.core.autotune.background_compile import BackgroundCompile, CompileFindings
 from plugins.core.autotune.cached_work import CachedWork
 from plugins.core.autotune.layouts import try_layouts
+from plugins.core.autotune.paired_comparison import Owner
 from plugins.core.autotune.plan_cache import PlanCache
 from plugins.core.autotune.plan_file import Start, Switch
 from plugins.core.autotune.timing import NotFinite, WindowStart

@@ -73,7 +73,8 @@ class _Totals:
 
     def factor(self, windows: float = 1.0) -> Scalar:
         """The factor of these totals, as if there were `windows` times as many."""
-        return (self.images * windows if self.scaled else 1.0) / _at_least(self.targets * windows, self.floor)
+        found: Scalar = (self.images * windows if self.scaled else 1.0) / _at_least(self.targets * windows, self.floor)
+        return found
 
 
 @dataclass

@@ -24,7 +24,7 @@ def layers(model: nn.Module) -> list[_BatchNorm]:
 
 def momentum_per_micro_batch(momentum: float, accumulate: int) -> float:
     """The momentum whose K-th power of decay equals one update's: 0.03 at K = 4 gives 0.0076."""
-    return 1.0 - (1.0 - momentum) ** (1.0 / accumulate)
+    return float(1.0 - (1.0 - momentum) ** (1.0 / accumulate))
 
 
 class Statistics:

@@ -86,7 +86,7 @@ def free_gib(device: torch.device) -> float:
     """Memory that another process could take now."""
     if (free := devices.free(device)) is not None:
         return free / GIB
-    return min(psutil.virtual_memory().available, _left_of_container()) / GIB
+    return float(min(psutil.virtual_memory().available, _left_of_container()) / GIB)
 
 
 def _left_of_container() -> float:
