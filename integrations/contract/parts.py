@@ -65,17 +65,20 @@ class Start(Protocol):
 
 
 class Trial(Protocol):
-    """What may be tried and switched on the batch at hand; `integrations.precision_layout.Layout` is one.
-
-    `loss()` runs forward and loss in the host's autocast, `apply` switches, inside `bare()` the model can be pickled,
-    `host_precision` is that of the host's own autocast.
-    """
+    """What may be tried and switched on the batch at hand; `integrations.precision_layout.Layout` is one."""
 
     @property
-    def host_precision(self) -> str: ...
-    def loss(self) -> Tensor: ...
-    def apply(self, precision: str, memory_format: str) -> None: ...
-    def bare(self) -> AbstractContextManager[None]: ...
+    def host_precision(self) -> str:
+        """`fp32`, `bf16` or `fp16`: that of the host's own autocast."""
+
+    def loss(self) -> Tensor:
+        """Run forward and loss on the batch at hand, in the autocast in force; returns the loss."""
+
+    def apply(self, precision: str, memory_format: str) -> None:
+        """Switch to this precision and memory format from here on; values as in `Start`."""
+
+    def bare(self) -> AbstractContextManager[None]:
+        """Inside, the model is without what was put on it, so that it can be pickled."""
 
 
 class Outcome(Protocol):
@@ -90,7 +93,9 @@ class Outcome(Protocol):
         """L2 norm of the exact gradient, before clipping."""
 
     @property
-    def clipped(self) -> bool: ...
+    def clipped(self) -> bool:
+        """Whether the norm is finite and above the limit in force."""
+
     @property
     def partial(self) -> bool:
         """Of fewer micro-batches than expected."""
@@ -100,9 +105,13 @@ class Window(Protocol):
     """The micro-batches since the last update."""
 
     @property
-    def empty(self) -> bool: ...
+    def empty(self) -> bool:
+        """Whether no micro-batch has entered it so far."""
+
     @property
-    def micro_batches(self) -> int: ...
+    def micro_batches(self) -> int:
+        """Micro-batches that have entered it so far."""
+
     @property
     def expected(self) -> int:
         """Micro-batches that this window will hold."""
@@ -119,24 +128,36 @@ class WindowFacts(Protocol):
     """Counts of the run so far; the report's `window`."""
 
     @property
-    def accumulate(self) -> int: ...
+    def accumulate(self) -> int:
+        """Micro-batches an update."""
+
     @property
-    def micro_batch(self) -> int: ...
+    def micro_batch(self) -> int:
+        """Samples of a micro-batch."""
+
     @property
-    def effective_batch(self) -> int: ...
+    def effective_batch(self) -> int:
+        """Samples an update: `accumulate * micro_batch`."""
+
     @property
-    def micro_batches(self) -> int: ...
+    def micro_batches(self) -> int:
+        """Micro-batches that were counted."""
+
     @property
-    def updates(self) -> int: ...
+    def updates(self) -> int:
+        """Updates that happened."""
+
     @property
-    def skipped_updates(self) -> int: ...
+    def skipped_updates(self) -> int:
+        """Updates that were skipped, for a gradient that is not finite."""
 
 
 class CompileFacts(Protocol):
     """The report's `compile`."""
 
     @property
-    def decision(self) -> str: ...
+    def decision(self) -> str:
+        """The scope of the compiled code in force, or `eager`."""
 
 
 class ShapeFacts(Protocol):
@@ -159,13 +180,21 @@ class Report(Protocol):
     checkpoints: list[str]
 
     @property
-    def window(self) -> WindowFacts: ...
+    def window(self) -> WindowFacts:
+        """Counts of micro-batches and updates."""
+
     @property
-    def compile(self) -> CompileFacts: ...
+    def compile(self) -> CompileFacts:
+        """What was decided of the compile."""
+
     @property
-    def shapes(self) -> ShapeFacts: ...
+    def shapes(self) -> ShapeFacts:
+        """Shapes of the input, and the buckets."""
+
     @property
-    def ema(self) -> EmaFacts: ...
+    def ema(self) -> EmaFacts:
+        """The moving average of the weights."""
+
     def data(self) -> dict[str, Any]:
         """As in `accel_report.json`."""
 
@@ -180,13 +209,26 @@ class Files(Protocol):
     def sweep(self, folder: Path) -> Any:
         """Remove what killed writes have left."""
 
-    def write_atomically(self, target: Path, write: Callable[[Any], Any]) -> Any: ...
-    def save_sidecar(self, checkpoint: Path, data: Any, state: Mapping[str, Any]) -> Path: ...
-    def load_sidecar(self, checkpoint: Path) -> dict[str, Any] | None: ...
-    def drop_sidecars(self, checkpoint: Path, keep: Path | None = None) -> None: ...
-    def seed_everything(self, seed: int) -> None: ...
-    def random_state(self) -> dict[str, Any]: ...
-    def set_random_state(self, state: Mapping[str, Any]) -> None: ...
+    def write_atomically(self, target: Path, write: Callable[[Any], Any]) -> Any:
+        """Write a file by `write(file)` so that it is the old one or the new one at every instant."""
+
+    def save_sidecar(self, checkpoint: Path, data: Any, state: Mapping[str, Any]) -> Path:
+        """Write the extra state that belongs to a checkpoint about to hold the bytes `data`; returns its path."""
+
+    def load_sidecar(self, checkpoint: Path) -> dict[str, Any] | None:
+        """The extra state that belongs to this very checkpoint, or None."""
+
+    def drop_sidecars(self, checkpoint: Path, keep: Path | None = None) -> None:
+        """Remove the extra state of earlier writes of this checkpoint, apart from `keep`."""
+
+    def seed_everything(self, seed: int) -> None:
+        """Seed Python's, NumPy's and torch's generators."""
+
+    def random_state(self) -> dict[str, Any]:
+        """The state of all generators, as values that `weights_only` loading allows."""
+
+    def set_random_state(self, state: Mapping[str, Any]) -> None:
+        """Put back what `random_state` gave."""
 
 
 class RunState(Protocol):
@@ -205,16 +247,21 @@ class RunState(Protocol):
 class Average(Protocol):
     """Moved after every update that happened; resumed where it has `state_dict` and `load_state_dict`."""
 
-    def update(self) -> None: ...
+    def update(self) -> None:
+        """Move the average towards the weights as they are now."""
 
 
 class WeightAverage(Average, Protocol):
     """The core's own moving average of the weights, for a host that has none."""
 
     @property
-    def decay(self) -> float: ...
+    def decay(self) -> float:
+        """In (0, 1): the share that the average keeps of itself, once its ramp is over."""
+
     @property
-    def updates(self) -> int: ...
+    def updates(self) -> int:
+        """How often the average has moved."""
+
     def swapped(self) -> AbstractContextManager[None]:
         """Inside, the model holds the averaged weights."""
 
@@ -230,5 +277,8 @@ class WeightAverage(Average, Protocol):
     def resume(self, live: Mapping[str, Tensor], updates: int) -> None:
         """The model holds averaged weights: take them as the average, and put `live` into the model."""
 
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+    def state_dict(self) -> dict[str, Any]:
+        """The count of updates, and the averaged tensors by name."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Put back what `state_dict` gave."""

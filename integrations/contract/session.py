@@ -17,23 +17,37 @@ class Session(Protocol):
     """One run, complete once it is built."""
 
     @property
-    def config(self) -> Config: ...
+    def config(self) -> Config:
+        """The settings in force."""
+
     @property
-    def report(self) -> Report: ...
+    def report(self) -> Report:
+        """What has happened so far, to be read and filled in."""
+
     @property
-    def window(self) -> Window: ...
+    def window(self) -> Window:
+        """The micro-batches since the last update."""
+
     @property
-    def files(self) -> Files: ...
+    def files(self) -> Files:
+        """Atomic writes, extra state, random state."""
+
     @property
-    def model(self) -> nn.Module: ...
+    def model(self) -> nn.Module:
+        """The bare module."""
+
     @property
-    def optimizer(self) -> torch.optim.Optimizer: ...
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The one in force, see `use`."""
+
     @property
     def scaler(self) -> Any:
         """The `torch.amp.GradScaler` in force, or None."""
 
     @property
-    def average(self) -> Average | None: ...
+    def average(self) -> Average | None:
+        """What is moved after every update, or None."""
+
     @property
     def updates(self) -> int:
         """Windows closed so far, skipped updates included: the index of the next update."""

@@ -44,6 +44,7 @@ class Exported:
 
     @property
     def files(self) -> list[Path]:
+        """The weights, the settings and the network's code, in this order."""
         return [
             self.model_storage_directory / f"{self.name}.pth",
             self.user_network_directory / f"{self.name}.yaml",

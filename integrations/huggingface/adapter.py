@@ -70,6 +70,7 @@ class Adapter:
 
     @property
     def trainer(self) -> Any:
+        """The host's, which the adapter keeps weakly; None once it is gone."""
         return self._trainer()
 
     # -- patches -----------------------------------------------------------------------------------------------

@@ -33,6 +33,7 @@ class Saving:
             return original(*args, **kwargs)
 
     def save_checkpoint(self, original: Callable[..., Any], model: Any, trial: Any) -> None:
+        """Write the host's checkpoint and the run's state; whole or absent, unless the user's own code writes it."""
         trainer = self.trainer
         state, main = trainer.state, trainer.args.should_save
         run = Path(trainer._get_output_dir(trial=trial))

@@ -76,6 +76,7 @@ class Losses:
 
     @property
     def known(self) -> bool:
+        """Whether it is decided how this run's loss is counted."""
         return self.finding is not Finding.OPEN
 
     @property
@@ -184,6 +185,7 @@ class Losses:
     # -- a loss that the user wrote ------------------------------------------------------------------------------
 
     def evidence(self) -> Evidence:
+        """The rules that every call of the user's loss so far fits; made when first asked for."""
         if self._evidence is None:
             self._evidence = Evidence(tolerance(self.trainer))
         return self._evidence

@@ -60,7 +60,10 @@ def look_at(
     """What a map-style dataset's samples say, and how its collator pads; it asks both, so only ever a copy.
 
     Args:
+        dataset: the samples; one without a length gives None.
         parts: gives the dataset and the collator of the host's own loader.
+        key: name of the value whose length is the sample's.
+        label_names: names of the values that are labels.
         size: samples of a batch.
     """
     found = survey_dataset(dataset, key, label_names)
@@ -84,6 +87,7 @@ def own_length(collate: Callable[[list[Any]], Any], batches: Sequence[list[Any]]
 
     Args:
         collate: asked for every one of `batches`, so only ever a copy is given.
+        batches: lists of samples.
         lengths: the values [B, L] that are to be as long as a batch's longest.
     """
     for batch in batches:

@@ -23,10 +23,12 @@ class Layout(precision_layout.Layout):
 
     @property
     def host_precision(self) -> str:
+        """`bf16` or `fp16` as the host's arguments ask; `fp32` without them."""
         args = self.trainer.args
         return "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32"
 
     def undo(self) -> None:
+        """Go back to the host's own precision and storage order."""
         self.apply("host", "host")
 
     def loss(self) -> Tensor:
@@ -44,6 +46,7 @@ class Layout(precision_layout.Layout):
 
     @contextmanager
     def bare(self) -> Iterator[None]:
+        """Inside, the model is without the `generate` and `zero_grad` that were put on it: to be pickled."""
         own = vars(self.model)
         kept: dict[str, Any] = {name: own.pop(name) for name in ("generate", "zero_grad") if name in own}
         try:

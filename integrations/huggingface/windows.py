@@ -36,6 +36,7 @@ class Windows:
         self._begun = False
 
     def get_batch_samples(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Note how many micro-batches the host has fetched for the next window, and keep them where asked to."""
         if self._begun:
             self.session.idle()  # the last micro-batch of the window before; ahead of the first there was none
         self._begun = True
@@ -62,6 +63,7 @@ class Windows:
             model.config.problem_type = counting.problem_type(model.config, labels)
 
     def training_step(self, original: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """Count the micro-batch, let a plan be tried at a window's first, and run the host's step; returns its loss."""
         session, named = self.session, isinstance(inputs, counting.Mapping)
         first = session.window.empty
         session.micro_batch(counting.samples(inputs) if named else 1)
@@ -96,6 +98,7 @@ class Windows:
         return max(state.max_steps - state.global_step, 1) * int(self.session.window.expected)
 
     def compute_loss(self, original: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """The host's or the user's loss on inputs in the storage order in force, weighted as the rule in force says."""
         self.session.training_mode()  # the host has just set it
         return self.losses.training_loss(original, model, self.layout.laid_out(inputs), *args, **kwargs)
 

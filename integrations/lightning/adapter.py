@@ -156,11 +156,13 @@ class Adapter:
     # -- validation and checkpoints ----------------------------------------------------------------------------------
 
     def validation_start(self) -> None:
+        """Validation runs from here on, with the averaged weights where there is an average."""
         self._swapped.enter_context(self.session.validation())
         if self.average is not None:
             self._swapped.enter_context(self.average.swapped())
 
     def validation_end(self) -> None:
+        """Training goes on, with the live weights."""
         self._swapped.close()
 
     def save(self, checkpoint: dict[str, Any]) -> None:

@@ -23,6 +23,7 @@ class Layout(precision_layout.Layout):
 
     @property
     def host_precision(self) -> str:
+        """As the trainer's `precision` names it: `bf16`, `fp16`, or `fp32` for any other."""
         name = str(self.trainer.precision).lower()
         return "bf16" if "bf16" in name else "fp16" if "16" in name else "fp32"
 

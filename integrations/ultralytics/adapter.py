@@ -119,6 +119,7 @@ class Adapter(NotCopied):
 
     @contextmanager
     def released_on_error(self) -> Iterator[None]:
+        """An error inside undoes every patch and ends the session, and goes on to the caller."""
         try:
             yield
         except BaseException:
@@ -155,7 +156,6 @@ class Adapter(NotCopied):
         self._resumed = state
 
     # -- the loop, in its order ---------------------------------------------------------------------------------
-
     def _epoch_start(self, trainer: Any) -> None:
         """The last moment before the first batch is drawn: put back what a resumed run has to draw from."""
         self._index = -1

@@ -16,17 +16,21 @@ class HostAverage:
 
     @property
     def updates(self) -> int:
+        """How often the host's average has moved; 0 without one."""
         return int(getattr(self.trainer.ema, "updates", 0))
 
     def update(self) -> None:
+        """Move the host's average towards the model's weights."""
         if self.trainer.ema:  # as the host asks: a callback may have taken it away
             self.trainer.ema.update(self.trainer.model)
 
     def state_dict(self) -> dict[str, Any]:
+        """The count of updates, and the averaged tensors by name; no tensors where the host has no average."""
         shadow = dict(self.trainer.ema.ema.state_dict()) if self.trainer.ema else {}
         return {"updates": self.updates, "shadow": shadow}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Put back what `state_dict` gave, where the host has an average and the state holds one."""
         if not (self.trainer.ema and state["shadow"]):
             return
         self.trainer.ema.ema.load_state_dict(state["shadow"])
