@@ -62,9 +62,11 @@ class AccelCallback(TrainerCallback):
     # -- events of the host ------------------------------------------------------------------------------------
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Take hold of the trainer that has just been built."""
         self.attach(find_trainer())
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Take hold of the trainer, if it is not held yet, and begin the run."""
         # added as an instance after the trainer was built: no event came before this one
         self.attach(find_trainer())
         assert self.adapter is not None
@@ -72,22 +74,27 @@ class AccelCallback(TrainerCallback):
             self.adapter.begin()
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Tell the loaders which epoch begins, where the host's loop has no method an epoch."""
         if self.adapter is not None:
             self.adapter.epoch_begins()
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Prepare the update, where asking for the norm has not, and keep the host from stepping a skipped one."""
         if self.adapter is not None:
             self.adapter.windows.before_step()
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Finish the update: the average moves, and the window is closed."""
         if self.adapter is not None:
             self.adapter.windows.after_step()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Forget the update, and take off the mark that kept the host's schedule still."""
         if self.adapter is not None:
             self.adapter.windows.step_ended()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """End the run; averaged weights become the model's, unless the host loads its best checkpoint."""
         if self.adapter is not None:
             self.adapter.finish()
 

@@ -62,10 +62,12 @@ class AccelLightning(Callback):
     # -- events of the host ------------------------------------------------------------------------------------
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        """Put back the random state of a run that is resumed."""
         if self._resumed is not None:  # now: the loader's iterator is made before `on_train_start`
             checkpoint_files.set_random_state(self._resumed["random"])
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Begin the run, and put back the rest of what a resume needs."""
         tools = host_tools(self.config, "lightning", logger.warning, ("lightning",))
         with refusals_as_errors():
             self._adapter = Adapter(trainer, pl_module, tools, self.weight)
@@ -74,37 +76,47 @@ class AccelLightning(Callback):
             self._adapter.resume(state)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """Count and weigh the micro-batch; at a window's first, plans may be tried."""
         self._of_fit.batch_start(batch, batch_idx)
 
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
+        """Multiply the loss's gradient by the micro-batch's weight, in place of the host's 1/K."""
         self._of_fit.before_backward(loss)
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        """Make the gradients those of the big batch, before the host clips and steps."""
         with refusals_as_errors():
             self._of_fit.before_step()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Finish the update, if this micro-batch closed a window; then comes waiting for data."""
         self._of_fit.batch_end()
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        """Keep validation apart from training, and show it the averaged weights where there are some."""
         if self._adapter is not None:
             self._adapter.validation_start()
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        """Go back to training and its own weights."""
         if self._adapter is not None:
             self._adapter.validation_end()
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        """Add what a resume needs; averaged weights, where there are some, take the place of the model's."""
         if self._adapter is not None:
             self._adapter.save(checkpoint)
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        """Keep our part of the checkpoint until the fit has started."""
         self._resumed = checkpoint.get(KEY)
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+        """End the run; the module keeps the averaged weights where there are some."""
         self._end(adopt=True)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """End the run; the module keeps its own weights."""
         self._end(adopt=False)
 
     # -- parts -------------------------------------------------------------------------------------------------

@@ -1,7 +1,4 @@
-"""One training run: owns the parts, and answers what `integrations.contract.Session` declares.
-
-The order of an update stands in `plugins.core.step.update`.
-"""
+"""One run: its parts, and what `integrations.contract.Session` declares. An update's order: `core.step.update`."""
 
 from __future__ import annotations
 
@@ -153,6 +150,7 @@ class Session:
         return self.recorder.updates
 
     def micro_batch(self, samples: int, expected: int | None = None) -> None:
+        """A micro-batch that has a backward came from the loader: `arrived` and `count`."""
         self.arrived(expected)
         self.count(samples)
 
@@ -172,16 +170,20 @@ class Session:
         self.report.window.micro_batches += 1
 
     def backward_done(self) -> Outcome | None:
+        """Run the update where the window is full; None where it is not."""
         return self.close() if self.window.full else None
 
     def idle(self) -> None:
+        """The micro-batch is over; what follows until the next is waiting for data."""
         self.metrics.idle()
         self.tuner.stepped(self.metrics.last_seconds)
 
     def training_mode(self) -> None:
+        """The host has set training mode: hold the BatchNorm rule."""
         self.statistics.apply(self.window.expected)
 
     def close(self) -> Outcome | None:
+        """Run the update now; None where the window is empty."""
         return None if self.window.empty else self.join()
 
     def join(self) -> Outcome | None:
@@ -256,9 +258,11 @@ class Session:
         return RunState(self.config, self.model, self.update, self.window, self.statistics, self.recorder, self.tuner)
 
     def state_dict(self) -> dict[str, Any]:
+        """All fields of `run_state`."""
         return self.run_state().state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Put back what `state_dict` gave, random state excepted."""
         self.run_state().load_state_dict(state)
 
     def write_report(self, folder: Path) -> Path:
@@ -269,10 +273,7 @@ class Session:
         return path
 
     def end(self, folder: Path | None = None) -> Path | None:
-        """Undo what was put on the model and write the report; returns its path. Safe to call twice.
-
-        A report that cannot be written is a warning: a trained model is worth more.
-        """
+        """Undo what was put on the model and write the report (or warn); returns its path. Safe to call twice."""
         if self._ended:
             return None
         self._ended = True
@@ -280,7 +281,7 @@ class Session:
             self.tuner.end()
             self._sum_up()
             return self.write_report(folder) if folder is not None else None
-        except OSError as error:
+        except OSError as error:  # a warning only: a trained model is worth more
             self.warn(f"report not written: {error}")
             return None
         finally:

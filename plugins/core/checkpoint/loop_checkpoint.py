@@ -24,17 +24,30 @@ class Run(Protocol):
     """What is saved of a session, and compared with a file."""
 
     @property
-    def config(self) -> Any: ...
+    def config(self) -> Any:
+        """The settings in force."""
+
     @property
-    def report(self) -> Any: ...
+    def report(self) -> Any:
+        """The report, which lists the checkpoints."""
+
     @property
-    def model(self) -> nn.Module: ...
+    def model(self) -> nn.Module:
+        """The model that is trained."""
+
     @property
-    def optimizer(self) -> torch.optim.Optimizer: ...
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The one that steps."""
+
     @property
-    def average(self) -> Any: ...
-    def beside_model(self) -> list[nn.Parameter]: ...
-    def state_dict(self) -> dict[str, Any]: ...
+    def average(self) -> Any:
+        """The averaged weights, or None."""
+
+    def beside_model(self) -> list[nn.Parameter]:
+        """Parameters that the optimizer holds and the model does not."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values and tensors: the run without its scheduler."""
 
 
 def save(path: Path, session: Run, scheduler: Any, **more: Any) -> None:

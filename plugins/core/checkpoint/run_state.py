@@ -36,18 +36,25 @@ class Window(Part, Protocol):
     """The micro-batches of the update that is under way."""
 
     @property
-    def empty(self) -> bool: ...
+    def empty(self) -> bool:
+        """Whether no micro-batch is in."""
 
 
 class Update(Protocol):
     """What steps, and what moves with it."""
 
     @property
-    def optimizer(self) -> Any: ...
+    def optimizer(self) -> Any:
+        """The one that steps."""
+
     @property
-    def scaler(self) -> Any: ...
+    def scaler(self) -> Any:
+        """The gradient scaler, or None."""
+
     @property
-    def average(self) -> Any: ...
+    def average(self) -> Any:
+        """What is moved after every update, or None."""
+
     def beside(self, model: nn.Module) -> list[nn.Parameter]:
         """Parameters that the optimizer holds and the model does not."""
 

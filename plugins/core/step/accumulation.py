@@ -101,10 +101,12 @@ class Window:
 
     @property
     def full(self) -> bool:
+        """Whether all `size` micro-batches are in; never where the host decides."""
         return self.size is not None and self.micro_batches >= self.size
 
     @property
     def empty(self) -> bool:
+        """Whether no micro-batch is in."""
         return self.micro_batches == 0
 
     @property
@@ -189,6 +191,7 @@ class Window:
         self.expected = self.size or expected or self.expected
 
     def state_dict(self) -> dict[str, Any]:
+        """The counts, and for every group its totals, its power of two and its last factor."""
         return {
             "micro_batches": self.micro_batches,
             "samples": self.samples,
@@ -199,6 +202,7 @@ class Window:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Put back what `state_dict` gave; the run's own `size` wins over what was expected then."""
         self.micro_batches, self.samples = int(state["micro_batches"]), int(state["samples"])
         self.expected = self.size or int(state["expected"])  # a resumed run may have another size
         self._totals = {g: _Totals(*values) for g, values in state["totals"].items()}

@@ -26,7 +26,10 @@ from plugins.errors import AccelError
 
 
 class Average(Protocol):
-    def update(self) -> None: ...
+    """What follows the weights, such as an EMA."""
+
+    def update(self) -> None:
+        """Take in the weights that an update has just left."""
 
 
 class NonFiniteGradient(AccelError, RuntimeError):
@@ -93,6 +96,7 @@ class Update:
         return [p for group in self.optimizer.param_groups for p in group["params"] if id(p) not in own]
 
     def gradients(self) -> list[Tensor]:
+        """Those of `parameters` that have one, in the same order."""
         return [p.grad for p in self.parameters() if p.grad is not None]
 
     # -- the order -------------------------------------------------------------------------------------------------

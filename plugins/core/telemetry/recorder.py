@@ -48,6 +48,7 @@ class Recorder:
         self.metrics = StepMetrics()
 
     def warn(self, text: str) -> None:
+        """Tell the user, and keep the line in the report; the same text only once."""
         if text not in self.report.warnings:
             self.report.warnings.append(text)
             self.say(f"accel: {text}")
@@ -127,6 +128,7 @@ class Recorder:
         return {name: int(getattr(self.report.window, name)) for name in COUNTS}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Put back the counts that `state_dict` gave."""
         for name in COUNTS:
             setattr(self.report.window, name, state[name])
 

@@ -72,6 +72,12 @@ class StepMetrics:
         return len(last) == count and not any(map(math.isfinite, last))
 
     def shape(self, shape: Iterable[int], padding: int = 0) -> None:
+        """Note one input of the model.
+
+        Args:
+            shape: its sizes, one a dimension.
+            padding: how many of its elements are padding.
+        """
         sizes = tuple(shape)
         self.seen.add(sizes, padding, math.prod(sizes))
         self._elements += math.prod(sizes)
@@ -94,6 +100,7 @@ class StepMetrics:
 
     @property
     def waiting_fraction(self) -> float:
+        """The fraction of a run's time, updates and waiting together, that went into waiting for data."""
         total = sum(self.series.seconds) + self.series.waiting
         return self.series.waiting / total if total else 0.0
 
