@@ -157,7 +157,7 @@ class Adapter:
             average=self.average,
             dims=(1,) if length_key(trainer.processing_class, model) == "input_ids" else (),
             takes=self._takes(model),
-            uncompilable="torch_compile=True: the host compiles" if args.torch_compile else "",
+            uncompilable=f"{compiles}: the host compiles" if (compiles := arguments.host_compiles(trainer)) else "",
         )
         self.windows = Windows(trainer, session, self.losses, self.layout, self.config.batchnorm == "precise")
         saving = Saving(trainer, session, self.average, self._averaged)
@@ -190,8 +190,8 @@ class Adapter:
         for kind, text in self._told:
             getattr(session, kind)(text)
         self._told.clear()
-        if self.trainer.args.torch_compile:
-            session.warn("torch_compile=True: the host compiles; the plug leaves compiling to it")
+        if compiles := arguments.host_compiles(self.trainer):
+            session.warn(f"{compiles}: the host compiles; the plug leaves compiling to it")
 
     def end(self, report: bool = True) -> None:
         """The end of a run, also on an exception: undo, and write the report. Safe to call twice."""

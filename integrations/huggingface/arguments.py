@@ -22,10 +22,10 @@ def refuse_contradictions(trainer: Any, config: Any) -> None:
                 f"{field}={value}: TrainingArguments sets gradient_accumulation_steps={accumulate} as well; "
                 f"leave one of the two out"
             )
-    if args.torch_compile and config.compile == "on":
+    if (compiles := host_compiles(trainer)) and config.compile == "on":
         raise UnsupportedRun(
-            "compile=on: TrainingArguments has torch_compile=True, and the model would be compiled twice; "
-            "set torch_compile=False (the plug compiles in place), or compile=off"
+            f"compile=on: {compiles}, and the model would be compiled twice; "
+            "take that away, as by torch_compile=False (the plug compiles in place), or set compile=off"
         )
     if trainer.is_deepspeed_enabled:
         raise UnsupportedRun("deepspeed: not supported by the plug; allowed are one process, or several under DDP")
@@ -47,6 +47,14 @@ def refuse_contradictions(trainer: Any, config: Any) -> None:
             f"allowed are edges of at most {positions}"
         )
     effective_accumulation(trainer, config)
+
+
+def host_compiles(trainer: Any) -> str:
+    """The setting by which the host itself compiles the model, as a user would write it; empty where it does not."""
+    if trainer.args.torch_compile:
+        return "torch_compile=True"
+    backend = trainer.accelerator.state.dynamo_plugin.backend.value  # also of `accelerate launch --dynamo_backend`
+    return "" if backend == "NO" else f"ACCELERATE_DYNAMO_BACKEND={backend.lower()}"
 
 
 def refuse_late(trainer: Any, config: Any) -> None:

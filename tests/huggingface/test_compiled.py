@@ -269,20 +269,17 @@ def test_gradient_checkpointing_lora_and_frozen_parts(tmp_path):
         assert facts["decision"] == "whole" or facts["reason"] != "compile=on", facts
 
 
-def test_torch_compile_of_the_host_is_left_to_it(tmp_path):
-    trainer, _ = trainer_for(
-        "bert-token",
-        tmp_path,
-        4,
-        per_device_train_batch_size=4,
-        max_steps=1,
-        torch_compile=True,
-        torch_compile_backend="eager",
-    )
+@pytest.mark.parametrize("given", ["torch_compile=True", "ACCELERATE_DYNAMO_BACKEND=eager"])
+def test_torch_compile_of_the_host_is_left_to_it(given, tmp_path, monkeypatch):
+    asked = {"torch_compile": True, "torch_compile_backend": "eager"}
+    if given.startswith("ACCELERATE"):  # of `accelerate launch --dynamo_backend`
+        monkeypatch.setenv(*given.split("="))
+        asked = {}
+    trainer, _ = trainer_for("bert-token", tmp_path, 4, per_device_train_batch_size=4, max_steps=1, **asked)
     trainer.train()
     found = report(tmp_path)
     assert found["compile"]["decision"] == "eager"
-    assert any(line.startswith("torch_compile=True") for line in found["warnings"])
+    assert any(line.startswith(given) for line in found["warnings"])
 
 
 def test_case_pytorch_98102_a_short_run_stays_eager_and_says_how_many_updates_pay(tmp_path, monkeypatch):
