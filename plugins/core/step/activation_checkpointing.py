@@ -94,6 +94,9 @@ class ActivationCheckpointing:
         if not (self.modules and self.savings.counting):
             return
         self.savings.counting = False
+        if not any(block.seconds for block in self.blocks):
+            self.standing = "off: no block was called by itself, as in a model that is compiled whole"
+            return
         if self.config.checkpointing == "auto" and self._reason == "checkpointing=auto":
             need = MARGIN * self.savings.most / memory.GIB
             free = memory.free_beyond_gib(self.device, peak_gib or 0.0)

@@ -34,7 +34,8 @@ def pieces(model: nn.Module) -> list[Piece]:
     """
     found = list(_pieces(model, _leaves(model)))
     inside = {id(m) for piece in found for part in piece.parts for m in part.modules()}
-    others = [r for r in regions(model) if not any(id(m) in inside for m in r.modules())]
+    blocks = (region for region in regions(model) if any(region.children()))
+    others = [block for block in blocks if not any(id(m) in inside for m in block.modules())]
     return [p for p in (*found, *(Piece(r, (r,)) for r in others)) if not _in_place(p.parts[0])]
 
 
