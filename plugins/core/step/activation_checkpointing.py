@@ -14,7 +14,7 @@ from torch import nn
 from plugins.config import AccelConfig
 from plugins.core.step.blocks import pieces
 from plugins.core.step.checkpointed_module import Block, CheckpointedModule, Savings
-from plugins.core.system import memory
+from plugins.core.system import memory, versions
 
 KEPT = 0.9  # of what all blocks spare: the rest costs more time than it is worth
 MARGIN = 1.15  # on a forecast of memory: pieces that do not fit again
@@ -45,7 +45,9 @@ class ActivationCheckpointing:
 
     def start(self) -> None:
         """At the start of the run."""
-        if self.config.checkpointing != "off":
+        if self.config.checkpointing == "auto" and not versions.SAVED_TENSORS.here:
+            self._none("this torch cannot tell what a block keeps")
+        elif self.config.checkpointing != "off":
             self.enable(f"checkpointing={self.config.checkpointing}")
 
     @property
@@ -105,7 +107,8 @@ class ActivationCheckpointing:
                 self.standing = f"off: the batch fits without, {need:.2f} GiB more of {free:.2f} GiB that are free"
                 return
             self._reason = f"checkpointing=auto, {need:.2f} GiB more would be needed of {free:.2f} GiB that are free"
-        self._let_go()
+        if versions.SAVED_TENSORS.here:
+            self._let_go()
         self._tell()
 
     def undo(self) -> None:

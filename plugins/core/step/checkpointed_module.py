@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from plugins.core.step.second_run import FirstRun
-from plugins.core.system import devices
+from plugins.core.system import devices, versions
 
 Forward = Callable[..., Any]
 PLAIN = (Tensor, bool, int, float, complex, str, type(None), torch.dtype, torch.device, torch.memory_format)
@@ -119,16 +119,14 @@ class Block:
         held = [*leaves, *(t for m in modules for t in (*m._parameters.values(), *m._buffers.values()))]
         known = {_memory(t) for t in held if isinstance(t, Tensor)}
         found: dict[int, int] = {}
-        pack, unpack = torch._C._autograd._top_saved_tensors_default_hooks(False)
 
-        def note(tensor: Tensor) -> Any:
+        def note(tensor: Tensor) -> None:
             if (memory := _memory(tensor)) not in known:
                 found[memory] = tensor.untyped_storage().nbytes()
-            return pack(tensor)
 
         devices.synchronize(self.savings.device)
         began = time.perf_counter()
-        with torch.autograd.graph.saved_tensors_hooks(note, unpack):
+        with versions.noting_saved(note):
             yield
         devices.synchronize(self.savings.device)
         self.seconds, self.saved = time.perf_counter() - began, sum(found.values())

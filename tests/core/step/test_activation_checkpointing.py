@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from plugins.config import AccelConfig
 from plugins.core.session import RunSpec, Session
 from plugins.core.step.checkpointed_module import CheckpointedModule
-from plugins.core.system import memory
+from plugins.core.system import memory, versions
 
+measured = pytest.mark.skipif(not versions.SAVED_TENSORS.here, reason=versions.SAVED_TENSORS.without)
 RAN: list[str] = []  # forwards of blocks, second runs included
 
 
@@ -241,6 +242,7 @@ def test_a_block_that_fills_an_object_runs_once_and_one_line_says_so() -> None:
     run.session.end()
 
 
+@measured
 def test_blocks_that_spare_least_for_their_time_are_let_go_after_the_first_window() -> None:
     run = Run()
     blocks = run.session.checkpointing.blocks
@@ -252,6 +254,7 @@ def test_blocks_that_spare_least_for_their_time_are_let_go_after_the_first_windo
     run.session.end()
 
 
+@measured
 def test_the_savings_are_the_bytes_that_a_block_would_have_kept() -> None:
     class Squares(nn.Module):
         def __init__(self) -> None:
@@ -268,6 +271,7 @@ def test_the_savings_are_the_bytes_that_a_block_would_have_kept() -> None:
     run.session.end()
 
 
+@measured
 @pytest.mark.parametrize(("free", "stands"), [(1.0, False), (0.0, True)])
 def test_auto_stays_only_where_the_batch_does_not_fit_without(
     free: float, stands: bool, monkeypatch: pytest.MonkeyPatch
