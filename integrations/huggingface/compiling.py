@@ -1,4 +1,4 @@
-"""What compiling and checkpointing ask of a model of transformers: no cache of keys and values, and to know when it generates."""
+"""What compiling and checkpointing ask of a model of transformers: no cache, and to know when it generates."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from plugins.core.step.blocks import pieces
 from plugins.core.step.checkpointed_module import Block, CheckpointedModule, Savings
 from plugins.core.system import memory, versions
 
-KEPT = 0.9  # of what all blocks spare: the rest costs more time than it is worth
+KEPT = 0.95  # of what all blocks spare: the rest costs more time than it is worth
 MARGIN = 1.15  # on a forecast of memory: pieces that do not fit again
 HOSTS_OWN = ("gradient_checkpointing", "grad_checkpointing")  # as transformers, diffusers and timm name it
 
