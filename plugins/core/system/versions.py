@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch._dynamo.config as dynamo_config
 import torch._functorch.config as functorch_config
+from torch import Tensor
 from torch._dynamo import trace_rules
 from torch._dynamo.external_utils import wrap_inline
 from torch._dynamo.utils import CompilationMetrics
@@ -73,7 +74,13 @@ REASONS = Symbol(
     "recompiles are counted, and their reasons are not in the report",
     "recompile_reason" in _fields,
 )
-TABLE = (RECOMPILE_LIMIT, ISOLATION, BACKWARD_AUTOCAST, BACKWARD_AT_ONCE, REASONS)
+SAVED_TENSORS = Symbol(
+    "torch._C._autograd._top_saved_tensors_default_hooks",
+    "2.14",
+    "checkpointing=on checkpoints every block, without a choice by size; checkpointing=auto stays off",
+    hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks"),
+)
+TABLE = (RECOMPILE_LIMIT, ISOLATION, BACKWARD_AUTOCAST, BACKWARD_AT_ONCE, REASONS, SAVED_TENSORS)
 
 _LIMIT_SETTING = "recompile_limit" if hasattr(dynamo_config, "recompile_limit") else "cache_size_limit"
 
@@ -107,6 +114,20 @@ def backward_settings() -> AbstractContextManager[Any]:
     wanted = {"backward_pass_autocast": "off", "force_non_lazy_backward_lowering": True}
     there = {name: value for name, value in wanted.items() if hasattr(functorch_config, name)}
     return functorch_config.patch(there) if there else nullcontext()
+
+
+def noting_saved(note: Callable[[Tensor], None]) -> AbstractContextManager[Any]:
+    """Inside, tensors that autograd keeps for the backward are noted; what is done with them stays as it was."""
+    if not SAVED_TENSORS.here:
+        return nullcontext()
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    pack, unpack = hooks if hooks is not None else (lambda tensor: tensor, lambda tensor: tensor)
+
+    def noted(tensor: Tensor) -> Any:
+        note(tensor)
+        return pack(tensor)
+
+    return torch.autograd.graph.saved_tensors_hooks(noted, unpack)
 
 
 def recompile_reason(row: Any) -> str:
