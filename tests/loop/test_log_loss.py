@@ -43,7 +43,7 @@ def test_an_endless_run_keeps_so_many_and_no_more(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("value", ["low", torch.zeros(2), [1.0]])
 def test_what_is_no_number_is_one_line_and_not_kept(value: object) -> None:
     accel = accelerated(network(), plan="off", compile="off")
-    with pytest.raises(AccelError, match="log_loss: valid=.*expected one number") as refused:
+    with pytest.raises(AccelError, match=r"log_loss: valid=.*expected one number") as refused:
         accel.log_loss(valid=value)
     assert "\n" not in str(refused.value)
     assert accel.session.report.losses.valid == []
