@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -10,7 +11,10 @@ import pytest
 
 from plugins import cli
 from plugins.core.telemetry.report import Report
+from tests.core.telemetry import sample
 from tests.core.telemetry.hostile import hostile
+
+PAGE = Path(__file__).parents[1] / "docs" / "report.md"
 
 
 @pytest.fixture
@@ -59,6 +63,15 @@ def test_the_page_is_written_where_it_is_asked_for(accel, tmp_path: Path) -> Non
     assert "exact" in (tmp_path / "one.html").read_text(encoding="utf-8")
     assert "B is 2 times" in (tmp_path / "two.html").read_text(encoding="utf-8")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b", "one.html", "two.html"]
+
+
+def test_the_documents_show_the_comparison_as_it_is(accel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
+    sample.write(tmp_path / "runs")
+    monkeypatch.setenv("COLUMNS", "100")
+    code, out, _ = accel("runs/plain", "runs/tuned")
+    (shown,) = re.findall(r"^```text\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.M | re.S)
+    assert code == 0
+    assert [line.rstrip() for line in out.splitlines()] == shown.splitlines()
 
 
 def test_mistakes_are_one_line_and_nothing_is_written(accel, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]

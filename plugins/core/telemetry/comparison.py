@@ -83,6 +83,12 @@ def _check(a: dict[str, Any], b: dict[str, Any]) -> None:
             raise NotComparable(f"{name} has no timed update (speed.step_seconds_median); nothing to compare")
 
 
+def _seconds(data: dict[str, Any]) -> float:
+    """Of an update, with its share of what the run waited for data."""
+    waits = data["speed"]["loader_wait_fraction"] or 0.0
+    return float(data["speed"]["step_seconds_median"]) / (1 - min(max(waits, 0.0), 0.999))
+
+
 def _positive(value: Any) -> bool:
     return isinstance(value, (int, float)) and 0 < value < 1e15
 
@@ -101,12 +107,10 @@ def _other_job(a: dict[str, Any], b: dict[str, Any]) -> Iterator[str]:
 
 
 def _headline(a: dict[str, Any], b: dict[str, Any], other: list[str]) -> str:
-    by_samples = a["window"]["effective_batch"] != b["window"]["effective_batch"]
-    rates = [data["speed"]["samples_per_second"] for data in (a, b)]
-    if by_samples and all(map(_positive, rates)):
-        ratio, unit = rates[1] / rates[0], "sample"
-    else:
-        ratio, unit = a["speed"]["step_seconds_median"] / b["speed"]["step_seconds_median"], "update"
+    sizes = [data["window"]["effective_batch"] for data in (a, b)]
+    ratio, unit = _seconds(a) / _seconds(b), "update"
+    if sizes[0] != sizes[1] and all(map(_positive, sizes)):
+        ratio, unit = ratio * sizes[1] / sizes[0], "sample"
     job = "another job" if other else "the same job"
     if 1 / LEVEL < ratio < LEVEL:
         return f"A and B are equally fast per {unit}, within {LEVEL - 1:.0%} ({job})"
@@ -132,7 +136,7 @@ def _exactness(a: dict[str, Any], b: dict[str, Any]) -> Iterator[Finding]:
 def _waiting(a: dict[str, Any], b: dict[str, Any]) -> Iterator[Finding]:
     waits = [data["speed"]["loader_wait_fraction"] or 0.0 for data in (a, b)]
     if abs(waits[0] - waits[1]) > 0.05:
-        words = f"Waiting for data took {waits[0]:.0%} of A's time and {waits[1]:.0%} of B's, beside the updates."
+        words = f"Waiting for data, which is counted, took {show(waits[0])} of A's time and {show(waits[1])} of B's."
         yield Finding(Mark.NOTE, words)
 
 
@@ -150,6 +154,7 @@ def _learnt(a: dict[str, Any], b: dict[str, Any]) -> Iterator[Finding]:
 
 def _figures(a: dict[str, Any], b: dict[str, Any]) -> Iterator[tuple[str, str, str, str]]:
     pairs = [(words(part, field), a[part][field], b[part][field]) for part, field in FIGURES]
+    pairs.insert(1, ("s an update, waiting for data included", _seconds(a), _seconds(b)))
     losses = [LossFacts(**data["losses"]) for data in (a, b)]
     for name, words_of in (("train", "training"), ("valid", "validation")):
         last_a, last_b = (next((y for _, y in reversed(finite(getattr(facts, name)))), None) for facts in losses)
@@ -177,13 +182,15 @@ def _differences(a: dict[str, Any], b: dict[str, Any]) -> Iterator[tuple[str, st
 
 
 def _times(a: dict[str, Any], b: dict[str, Any]) -> Iterator[Picture]:
-    seconds = [data["speed"]["step_seconds_median"] for data in (a, b)]
+    seconds = [_seconds(data) for data in (a, b)]
     rows = [
         Bar(f"{name}: {show(data['speed']['plan'])}", own, in_time(own), kind)
         for name, data, own, kind in zip("AB", (a, b), seconds, ("rest", "one"), strict=True)
     ]
     told = "; ".join(f"{row.name} {row.label}" for row in rows)
-    yield Picture("Time of an update", bars(f"Median time of an update: {told}", rows), "Shorter is faster.")
+    yield Picture(
+        "Time of an update", bars(f"Time of an update: {told}", rows), "Waiting for data included; shorter is faster."
+    )
 
 
 def _losses(a: dict[str, Any], b: dict[str, Any]) -> list[Picture]:

@@ -69,6 +69,14 @@ def test_how_much_faster_than_the_plain_plan(plan: str, candidates: Any, expecte
     assert found == (None if expected is None else pytest.approx(expected))
 
 
+def test_plans_that_did_not_pay_are_told() -> None:
+    made = report()
+    made.speed.candidates, made.speed.reason = tried(("host", 1.0)), "no plan won"  # the other failed
+    assert "Plans were tried, and the run keeps host (no plan won)." in words(made)
+    made.speed.candidates = []
+    assert "No other plan was timed (no plan won)." in words(made)
+
+
 def test_the_headline_is_speed_and_exactness() -> None:
     made = report()
     assert verdict(made.data()).headline == "Ran at the host's own speed, exactly the big batch"
