@@ -158,7 +158,7 @@ class Report:
 
     def data(self) -> dict[str, Any]:
         """As JSON values; what is not finite is None, and curves of losses are thinned."""
-        found = _finite(asdict(replace(self, losses=self.losses.thinned())))
+        found = _plain(asdict(replace(self, losses=self.losses.thinned())))
         order = ["schema", "host", "versions", "device", "model", "parameters", "config", "warnings"]
         return {**{k: found[k] for k in order}, **found}
 
@@ -174,14 +174,20 @@ def versions(*packages: str) -> dict[str, str]:
     return found
 
 
-def _finite(value: Any) -> Any:
-    """JSON has no NaN: such a number becomes null. An integer that no run counts up to becomes `LARGEST`."""
+def _plain(value: Any) -> Any:
+    """What every reader of JSON takes.
+
+    A number that is not finite becomes null, an integer that no run counts up to `LARGEST`, and what is no Unicode in
+    a text (a file's name) its code.
+    """
+    if isinstance(value, str):
+        return value.encode("utf-8", "backslashreplace").decode("utf-8")
     if isinstance(value, int) and abs(value) > LARGEST:
         return LARGEST if value > 0 else -LARGEST
     if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
         return None
     if isinstance(value, dict):
-        return {k: _finite(v) for k, v in value.items()}
+        return {k: _plain(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_finite(v) for v in value]
+        return [_plain(v) for v in value]
     return value

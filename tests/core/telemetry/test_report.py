@@ -83,6 +83,7 @@ def test_a_name_that_is_no_unicode_is_written_by_its_code(tmp_path: Path) -> Non
     made.warnings = ["no labels: b\udcffd.png"]
     page = made.write(tmp_path).with_name("accel_report.html").read_text(encoding="utf-8")
     assert r"no labels: b\udcffd.png" in page
+    assert read((tmp_path / "accel_report.json").read_bytes()).warnings == [r"no labels: b\udcffd.png"]
 
 
 def test_the_first_step_is_not_in_the_median() -> None:
