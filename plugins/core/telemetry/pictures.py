@@ -57,13 +57,13 @@ def of_candidates(speed: dict[str, Any]) -> list[Picture]:
     rows = []
     for candidate, seconds in timed[:MOST_BARS]:
         name = str(candidate.get("plan", "-"))
-        chosen = name == speed["plan"]
-        label = f"{in_time(seconds)}{', in force' if chosen else ''}"
         spread = min(_length(candidate.get("spread_seconds")) or 0.0, seconds)
-        rows.append(Bar(name, seconds, label, "one" if chosen else "rest", spread))
+        rows.append(Bar(name, seconds, in_time(seconds), "one" if name == speed["plan"] else "rest", spread))
     told = "; ".join(f"{row.name} {row.label}" for row in rows)
     more = f" {len(timed) - MOST_BARS} more are in the table." if len(timed) > MOST_BARS else ""
-    words = f"Forward and backward of a micro-batch, timed in turn on a batch of this run; shorter is faster.{more}"
+    words = (
+        f"Forward and backward of a micro-batch, timed in turn on a batch of this run; in force: {speed['plan']}.{more}"
+    )
     return [Picture("Plans that were tried", bars(f"Time of a step by plan: {told}", rows), words)]
 
 

@@ -14,6 +14,7 @@ from markupsafe import Markup
 
 POINTS = 500  # of a line
 WIDE = 1000  # units across a plot
+LONGEST = 80  # % of the width, of a bar; beside it stands its label
 
 
 @dataclass(frozen=True)
@@ -144,17 +145,18 @@ def bars(label: str, rows: Sequence[Bar], limit: tuple[float, str] | None = None
     high, gap = 14, 44  # px
     top = 22 if limit else 0
     most = max([row.length + row.spread for row in rows] + ([limit[0]] if limit else [])) or 1.0
-    scale = 100 / most
+    scale = LONGEST / most
     height = top + gap * len(rows)
+    track = f"{LONGEST}%"
     parts = [Markup('<svg class="bars" role="img" aria-label="{}" height="{}">').format(label, height)]
     for at, row in enumerate(rows):
         y = top + at * gap + 16
         parts.append(
             Markup(
-                '<text x="0" y="{0}">{1}</text><text class="value" x="100%" y="{0}" text-anchor="end">{2}</text>'
-                '<rect class="track" x="0" y="{3}" width="100%" height="{4}" rx="3"/>'
-                '<rect class="{5}" x="0" y="{3}" width="{6}%" height="{4}" rx="3"/>'
-            ).format(y, short(row.name), row.label, y + 7, high, row.kind, f"{scale * row.length:.2f}")
+                '<text x="0" y="{0}">{1}</text><text class="value" x="{5}" dx="10" y="{2}">{3}</text>'
+                '<rect class="track" x="0" y="{4}" width="{5}" height="{6}" rx="3"/>'
+                '<rect class="{7}" x="0" y="{4}" width="{8}%" height="{6}" rx="3"/>'
+            ).format(y, short(row.name), y + 19, row.label, y + 7, track, high, row.kind, f"{scale * row.length:.2f}")
         )
         if row.spread:
             ends = [f"{scale * max(row.length + side * row.spread, 0):.2f}%" for side in (-1, 1)]
@@ -175,8 +177,8 @@ def bars(label: str, rows: Sequence[Bar], limit: tuple[float, str] | None = None
     return Markup("").join(parts)
 
 
-def short(text: str, most: int = 48) -> str:
-    """A name that fits beside a figure."""
+def short(text: str, most: int = 44) -> str:
+    """A name that fits a narrow screen."""
     return text if len(text) <= most else text[: most - 1] + "…"
 
 

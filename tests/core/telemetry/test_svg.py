@@ -60,8 +60,8 @@ def test_a_bar_is_as_long_as_its_share_of_the_longest_or_of_the_limit() -> None:
         return [r.attrib["width"] for r in ElementTree.fromstring(drawn).iter("rect") if r.attrib["class"] != "track"]
 
     rows = [Bar("a", 2.0, "2"), Bar("b", 1.0, "1")]
-    assert widths(str(bars("", rows))) == ["100.00%", "50.00%"]
-    assert widths(str(bars("", rows, (4.0, "limit")))) == ["50.00%", "25.00%"]
+    assert widths(str(bars("", rows))) == ["80.00%", "40.00%"]
+    assert widths(str(bars("", rows, (4.0, "limit")))) == ["40.00%", "20.00%"]
     assert widths(str(bars("", [Bar("nothing", 0.0, "0")]))) == ["0.00%"]
 
 
