@@ -12,7 +12,9 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PICTURE = ROOT / "docs" / "figures.svg"
 UPDATES = "1,000"  # rows of this length
-LEFT, SCALE, HIGH, GAP = 340, 380, 22, 12  # px: the names, a ratio of 1, a bar, between bars
+WIDE, LEFT, SCALE, HIGH, GAP = 860, 356, 430, 20, 14  # px: all, the names, a ratio of 1, a bar, between bars
+TOP = 52  # px: the title
+BACK, TRACK, BAR, INK = "#ffffff", "#eeeeeb", "#2462a8", "#1d2024"
 
 
 def ratios(text: str) -> list[tuple[str, float]]:
@@ -21,35 +23,40 @@ def ratios(text: str) -> list[tuple[str, float]]:
     found, name = [], ""
     for row in re.findall(r"^\| (.*) \|$", table, re.M):
         cells = [cell.strip() for cell in row.split("|")]
-        name = cells[0].replace("`", "") or name
+        name = cells[0] or name
         if len(cells) == 7 and cells[1] == UPDATES:
-            found.append((name, float(cells[3])))
+            found.append((in_words(name), float(cells[3])))
     return found
 
 
+def in_words(name: str) -> str:
+    """A row's name, as one reads it apart from the others: without the names of benchmarks, which are in brackets."""
+    words = re.sub(r" \(`\w+`\)", "", name).replace("`", "")
+    return re.sub(r"^and ", "the same with three Linears, ", words)
+
+
 def draw(rows: list[tuple[str, float]]) -> str:
-    """Horizontal bars; the line is a run without the plug."""
-    height = len(rows) * (HIGH + GAP) + 40
-    one = LEFT + SCALE
+    """Horizontal bars on tracks that end where a run without the plug does; the same on light and dark pages."""
+    height = TOP + len(rows) * (HIGH + GAP) + 12
+    title = f"Time of {UPDATES} updates with the plug; a full track is the time without it"
+    told = escape("; ".join([title, *(f"{name} {ratio:.2f}" for name, ratio in rows)]))
     lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {one + 60} {height}" font-family="sans-serif" '
-        'font-size="14" role="img">',
-        f"<title>Time of {UPDATES} updates with the plug, as a share of the time without it</title>",
-        f'<rect width="{one + 60}" height="{height}" fill="#ffffff"/>',
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDE} {height}" font-size="14" role="img" '
+        f'font-family="system-ui, -apple-system, Segoe UI, Roboto, sans-serif" aria-label="{told}">',
+        f"<title>{escape(title)}</title>",
+        f'<rect width="{WIDE}" height="{height}" rx="8" fill="{BACK}"/>',
+        f'<text x="20" y="30" font-weight="600" fill="{INK}">{escape(title)}</text>',
     ]
     for at, (name, ratio) in enumerate(rows):
-        top = at * (HIGH + GAP) + GAP
-        middle, width = top + HIGH - 6, round(ratio * SCALE)
+        top = TOP + at * (HIGH + GAP)
+        middle = top + HIGH - 5
         lines += [
-            f'<text x="{LEFT - 10}" y="{middle}" text-anchor="end" fill="#222222">{escape(name)}</text>',
-            f'<rect x="{LEFT}" y="{top}" width="{width}" height="{HIGH}" fill="#3f6fb5"/>',
-            f'<text x="{LEFT + width - 34}" y="{middle}" fill="#ffffff">{ratio:.2f}</text>',
+            f'<text x="{LEFT - 12}" y="{middle}" text-anchor="end" fill="{INK}">{escape(name)}</text>',
+            f'<rect x="{LEFT}" y="{top}" width="{SCALE}" height="{HIGH}" rx="3" fill="{TRACK}"/>',
+            f'<rect x="{LEFT}" y="{top}" width="{round(ratio * SCALE)}" height="{HIGH}" rx="3" fill="{BAR}"/>',
+            f'<text x="{LEFT + SCALE + 14}" y="{middle}" font-weight="600" fill="{INK}">{ratio:.2f}</text>',
         ]
-    lines += [
-        f'<line x1="{one}" y1="4" x2="{one}" y2="{height - 28}" stroke="#222222" stroke-dasharray="4 3"/>',
-        f'<text x="{one}" y="{height - 10}" text-anchor="middle" fill="#222222">without the plug: 1</text>',
-        "</svg>",
-    ]
+    lines.append("</svg>")
     return "\n".join(lines) + "\n"
 
 

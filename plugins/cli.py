@@ -55,40 +55,14 @@ def doctor() -> None:
 
 
 @app.command()
-def report(run: Annotated[Path, typer.Argument(help="A run's folder, or its accel_report.json.")]) -> None:
-    """Print what a run did, in words and figures."""
-    from pydantic import TypeAdapter, ValidationError
+def report(
+    runs: Annotated[list[Path], typer.Argument(help="A run's folder, or its accel_report.json; two are compared.")],
+    html: Annotated[Path | None, typer.Option(help="Also write it as a page, which needs no network.")] = None,
+) -> None:
+    """Print what a run did, in words and figures, or compare two."""
+    from plugins.report_command import report as show
 
-    from plugins.core.autotune.json_record import one_line
-    from plugins.core.telemetry.html import summary
-    from plugins.core.telemetry.report import JSON_NAME, Report
-
-    path = run / JSON_NAME if run.is_dir() else run
-    if not path.is_file():
-        raise AccelError(f"run={run}: no {JSON_NAME} there; expected a run's folder or that file")
-    try:
-        data = TypeAdapter(Report).validate_json(path.read_bytes()).data()
-    except OSError as error:
-        raise AccelError(f"run={path}: {error.strerror or error}") from None
-    except ValidationError as error:
-        raise AccelError(f"run={path}: not an accel report: {one_line(error)}") from None
-    console = _console()
-    console.print(summary(data))
-    for warning in data["warnings"]:
-        console.print(f"warning {warning}", style="yellow")
-    table = Table("part", "field", "value")
-    for part in ("window", "compile", "speed", "memory", "gradients", "batchnorm", "ema"):
-        for name, value in data[part].items():
-            if name != "candidates":
-                table.add_row(part, name, str(value))
-    console.print(table)
-    if data["speed"]["candidates"]:
-        tried = Table("plan tried", "s a step", "spread", "loss on the same batch")
-        for one in data["speed"]["candidates"]:
-            figures = (one.get(name) for name in ("step_seconds_median", "spread_seconds", "loss"))
-            shown = (f"{n:.4g}" if isinstance(n, (int, float)) else "-" for n in figures)
-            tried.add_row(str(one.get("plan", "-")), *shown)
-        console.print(tried)
+    show(runs, html, _console())
 
 
 @app.command()

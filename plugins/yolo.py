@@ -81,10 +81,12 @@ def finish(trainer: Any) -> None:
 
 def _write_report(trainer: Any, adapter: Any = None) -> Path | None:
     from integrations.ultralytics.checkpointing import writes_report
+    from integrations.ultralytics.losses import read_losses
 
     adapter = adapter or getattr(trainer, "accel", None)
     if adapter is None or not writes_report():
         return None
+    read_losses(Path(trainer.csv), adapter.session.report.losses)
     try:
         path: Path = adapter.session.write_report(Path(trainer.save_dir))
     except OSError as error:

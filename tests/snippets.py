@@ -81,6 +81,9 @@ TABLE: dict[str, tuple[Run, str]] = {
     # The command line
     "accel doctor": (Run.COMMAND, ""),
     "accel report FOLDER": (Run.COMMAND, ""),
+    "accel report RUN RUN2": (Run.COMMAND, ""),
+    "accel.log_loss(": (Run.ELSEWHERE, "tests/loop/test_log_loss.py"),
+    "B is 1.": (Run.ELSEWHERE, "tests/test_report_command.py"),
     "accel repair FILE": (Run.COMMAND, ""),
     "accel cache list": (Run.COMMAND, ""),
     "accel cache prune --older-than 0": (Run.COMMAND, ""),

@@ -24,7 +24,7 @@ from typer.testing import CliRunner
 from plugins.cli import app
 from plugins.core.autotune.plan_cache import PlanCache
 from plugins.core.plan import Plan
-from plugins.core.telemetry.report import Report
+from plugins.core.telemetry.report import Report, SpeedFacts
 from tests.core.remembered import entry
 from tests.easyocr.conftest import draw, write_folder
 from tests.loops import data, net
@@ -222,14 +222,15 @@ def test_ultralytics_commands_of_its_page_train_and_resume_a_killed_run(detector
 
 
 def test_commands_of_the_command_line_run(folder):
-    Report("loop", {}).write(folder / "run")
+    for name in ("run", "run2"):
+        Report("loop", {}, speed=SpeedFacts(step_seconds_median=0.5)).write(folder / name)
     torch.save({"_orig_mod.weight": torch.zeros(1)}, folder / "wrapped.pt")
     PlanCache(folder / "cache").keep("ab" * 32, entry(Plan()))
     commands = {text for document in DOCUMENTS for text in code(document, Run.COMMAND) if text.startswith("accel ")}
     commands = {text for text in commands if not text.startswith("accel fit")}
     assert len(commands) >= 5
     for command in sorted(commands):
-        words = command.replace("FOLDER", "run").replace("FILE", "wrapped.pt").split()[1:]
+        words = command.replace("FOLDER", "run").replace("RUN", "run").replace("FILE", "wrapped.pt").split()[1:]
         if words[0] == "cache":
             words += ["--folder", str(folder / "cache")]
         done = CliRunner().invoke(app, words)

@@ -23,6 +23,7 @@ from integrations.contract.parts import (
     Config,
     EmaFacts,
     Files,
+    LossFacts,
     Outcome,
     Report,
     RunState,
@@ -38,6 +39,7 @@ from integrations.contract.tools import HostTools, NewSession
 from integrations.refusal import UnsupportedRun
 
 __all__ = [
-    "Average", "CompileFacts", "Config", "EmaFacts", "Files", "HostTools", "NewSession", "Outcome", "Report",
-    "RunState", "Session", "ShapeFacts", "Start", "Trial", "UnsupportedRun", "WeightAverage", "Window", "WindowFacts",
+    "Average", "CompileFacts", "Config", "EmaFacts", "Files", "HostTools", "LossFacts", "NewSession", "Outcome",
+    "Report", "RunState", "Session", "ShapeFacts", "Start", "Trial", "UnsupportedRun", "WeightAverage", "Window",
+    "WindowFacts",
 ]  # fmt: skip

@@ -168,6 +168,14 @@ class ShapeFacts(Protocol):
     buckets: list[int]
 
 
+class LossFacts(Protocol):
+    """The report's `losses`; an adapter fills in the host's own, as (position, mean loss) over `epoch` or `update`."""
+
+    unit: str
+    train: list[tuple[float, float | None]]
+    valid: list[tuple[float, float | None]]
+
+
 class EmaFacts(Protocol):
     """The report's `ema`; an adapter fills in the decay."""
 
@@ -196,6 +204,10 @@ class Report(Protocol):
     @property
     def ema(self) -> EmaFacts:
         """The moving average of the weights."""
+
+    @property
+    def losses(self) -> LossFacts:
+        """Training and validation loss, as the host has them."""
 
     def data(self) -> dict[str, Any]:
         """As in `accel_report.json`."""

@@ -25,6 +25,7 @@ from integrations.huggingface.data import Loaders
 from integrations.huggingface.frames import caller_local
 from integrations.huggingface.lengths import length_key
 from integrations.huggingface.loss_scaling import Losses
+from integrations.huggingface.losses import read_losses
 from integrations.huggingface.padding import covers_unequal_padding
 from integrations.huggingface.patches import Held, of_host
 from integrations.huggingface.precision_layout import Layout
@@ -202,6 +203,7 @@ class Adapter:
         self.starting.arguments.undo()
         if session is not None:
             session.report.shapes.buckets = list(self.loaders.edges)
+            read_losses(trainer.state.log_history, session.report.losses)
             folder = Path(trainer.args.output_dir) if report and trainer.args.should_save else None
             session.end(folder)
         if self.layout is not None:

@@ -28,6 +28,8 @@ from integrations.shared.batch_size import micro_batches_per_update
 
 ENDLESS = 100_000  # micro-batches that a fit without an end is taken to have left
 KEY = "accel"  # of what we add to the checkpoint
+TRAIN_LOSS = ("train_loss_epoch", "train_loss", "loss")  # as modules log them
+VALID_LOSS = ("val_loss_epoch", "val_loss", "valid_loss")
 OWN_FIELDS = ("model", "optimizer", "scaler")  # of the run's state: in the host's own checkpoint
 
 
@@ -162,8 +164,12 @@ class Adapter:
             self._swapped.enter_context(self.average.swapped())
 
     def validation_end(self) -> None:
-        """Training goes on, with the live weights."""
+        """Training goes on, with the live weights; losses logged under the usual names go into the report."""
         self._swapped.close()
+        losses, logged = self.session.report.losses, self.trainer.callback_metrics
+        for curve, names in ((losses.train, TRAIN_LOSS), (losses.valid, VALID_LOSS)):
+            if (name := next((name for name in names if name in logged), "")) and logged[name].numel() == 1:
+                curve.append((self.trainer.global_step, float(logged[name])))
 
     def save(self, checkpoint: dict[str, Any]) -> None:
         """The averaged weights go where the host looks for the model's, the raw ones beside what a resume needs."""

@@ -129,6 +129,9 @@ class Run:
             raise AccelError(f"{error.filename}: {error.strerror}; what was saved before is untouched") from None
         finally:
             board.close()
+            losses = self.accel.session.report.losses
+            losses.train = [(row.update, row.train_loss) for row in self.at.history]
+            losses.valid = [(row.update, row.valid_loss) for row in self.at.history]
             report = self.accel.end(self.folder if self.first else None)
         return self.at.result(self.accel.updates, stopped, report)
 

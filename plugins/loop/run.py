@@ -18,8 +18,12 @@ from integrations.contract import Outcome, Session
 from plugins.core import checkpoint
 from plugins.core.checkpoint import loop_checkpoint
 from plugins.core.step.ema import EMA
+from plugins.core.telemetry.losses import thinned
+from plugins.errors import AccelError
 from plugins.loop.micro_batches import LoopStep
 from plugins.loop.tuning import LoopTuning
+
+LOGGED = 4000  # points of a loss that are kept; of longer curves the means of neighbours
 
 
 class LoopRun(ABC):
@@ -72,6 +76,29 @@ class LoopRun(ABC):
         with self.average.swapped() if self.average is not None else nullcontext():
             found = checkpoint.own_state(self._bare)
             return {n: v.detach().clone() if isinstance(v, Tensor) else copy.deepcopy(v) for n, v in found.items()}
+
+    def log_loss(self, *, train: float | Tensor | None = None, valid: float | Tensor | None = None) -> None:
+        """Tell the report a loss as of now, for its picture and its word on overfitting; training goes on unchanged.
+
+        Args:
+            train: a mean over training samples; a tensor is read, which waits for its device.
+            valid: a mean over validation samples.
+
+        Raises:
+            AccelError: not one number.
+        """
+        losses = self.session.report.losses
+        for name, value in (("train", train), ("valid", valid)):
+            if value is None:
+                continue
+            try:
+                number = float(value)
+            except (TypeError, ValueError, RuntimeError):
+                raise AccelError(f"log_loss: {name}={value!r}: expected one number") from None
+            curve = getattr(losses, name)
+            curve.append((self.session.updates, number))
+            if len(curve) > LOGGED:
+                curve[:] = thinned(curve, LOGGED // 2)
 
     # -- save and resume -----------------------------------------------------------------------------------------
 

@@ -50,6 +50,18 @@ def test_without_accumulation_the_run_is_the_hosts_bit_for_bit(tmp_path: Path) -
     assert ours.steps == host.steps
 
 
+def test_losses_that_the_module_logs_under_the_usual_names_are_in_the_report(tmp_path: Path) -> None:
+    class Logging(Module):
+        def validation_step(self, batch: Any, index: int) -> None:
+            self.log("val_loss", nn.functional.mse_loss(self(batch[0]), batch[1]))
+
+    made = trainer(tmp_path, AccelLightning(), max_epochs=2)
+    made.fit(Logging(), loader(4), loader(4))
+    losses = report(tmp_path)["losses"]
+    assert [at for at, _ in losses["valid"]] == [at for at, _ in losses["train"]] == [4, 8]
+    assert losses["valid"][-1][1] == pytest.approx(float(made.callback_metrics["val_loss"]))
+
+
 @pytest.mark.parametrize("setting", [{"accumulate": 2}, {"effective_batch": 8}])
 def test_the_settings_say_how_many_micro_batches_an_update_has(tmp_path: Path, setting: dict[str, Any]) -> None:
     ours, host = Module(), Module()

@@ -49,6 +49,8 @@ def test_the_wheel_holds_the_packages_their_types_the_start_up_file_and_the_lice
         "plugins/py.typed",
         "integrations/py.typed",
         "plugins/core/session.py",
+        "plugins/core/telemetry/page.html",
+        "plugins/core/telemetry/page.css",
         "integrations/huggingface/versions.py",
         "accel_plugins.pth",
         "accel_plugins_start.py",

@@ -117,6 +117,12 @@ def free(device: torch.device) -> int | None:
     return int(found[0]) if found is not None else None
 
 
+def total(device: torch.device) -> int | None:
+    """Bytes that the device has; None where it does not say, as a CPU or MPS."""
+    found = _ask(device, "mem_get_info", None, device) if device.type not in ("cpu", "mps") else None
+    return int(found[1]) if found is not None else None
+
+
 # -- what they can do --------------------------------------------------------------------------------------------
 
 

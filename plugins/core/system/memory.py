@@ -89,6 +89,17 @@ def free_gib(device: torch.device) -> float:
     return float(min(psutil.virtual_memory().available, _left_of_container()) / GIB)
 
 
+def limit_gib(device: torch.device) -> float | None:
+    """All that a process alone could have of the memory whose peak is kept; None where the device does not say."""
+    if devices.peak(device) is not None:
+        return total / GIB if (total := devices.total(device)) is not None else None
+    limits = [float(psutil.virtual_memory().total)]
+    for group, limit, *_ in _groups():
+        with contextlib.suppress(OSError, ValueError):  # no such group, or `max`: no limit
+            limits.append(float((group / limit).read_text()))
+    return min(limits) / GIB
+
+
 def _left_of_container() -> float:
     """Bytes below the limit of this process's control group, or of one that holds it; cached files can go."""
     left = math.inf

@@ -7,13 +7,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from plugins.config import AccelConfig
 from plugins.core.step.batchnorm import SMALL_MICRO_BATCH, Statistics
 from plugins.core.step.update import Outcome
 from plugins.core.system import devices
 from plugins.core.system.malloc import FreedMemory
-from plugins.core.system.memory import Peaks, in_use_gib
+from plugins.core.system.memory import Peaks, in_use_gib, limit_gib
 from plugins.core.telemetry.report import Report, versions
 from plugins.core.telemetry.step_metrics import StepMetrics
 
@@ -65,7 +66,7 @@ class Recorder:
     def begin(self, statistics: Statistics, clip_norm: float | None, exact: bool) -> None:
         """The sizes are known: see `sizes`."""
         report = self.report
-        report.memory.kind = self.peaks.kind
+        report.memory.kind, report.memory.limit_gib = self.peaks.kind, limit_gib(self.device)
         report.window.exact = exact and not report.window.approximate_terms
         report.gradients.clip_norm = clip_norm
         report.batchnorm.layers = len(statistics.layers)
@@ -92,9 +93,11 @@ class Recorder:
         return self.report.window.updates + self.report.window.skipped_updates
 
     def gradients(self, model: nn.Module) -> None:
-        """Before the first update: which parameters got none."""
+        """Before the first update: what is trained, and which of its parameters got no gradient."""
         if self.metrics.series.seconds:
             return
+        self.report.model = type(model).__name__
+        self.report.parameters = sum(p.numel() for p in model.parameters() if not is_lazy(p))
         names = [n for n, p in model.named_parameters() if p.requires_grad and p.grad is None]
         self.report.gradients.without_gradient = names
         if names:

@@ -1,10 +1,10 @@
-"""What happened in a run, as data (schema 1). Rendering lies apart, in `render.py`."""
+"""What happened in a run, as data (schema 1). Its page is drawn in `html.py`."""
 
 from __future__ import annotations
 
 import json
 import platform
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -13,9 +13,11 @@ import torch
 
 from plugins.core.checkpoint.atomic_file import write_atomically
 from plugins.core.telemetry.html import render
+from plugins.core.telemetry.losses import LossFacts
 from plugins.core.telemetry.series import Series
 
 SCHEMA = 1
+LARGEST = 2**63 - 1
 JSON_NAME, HTML_NAME = "accel_report.json", "accel_report.html"
 
 
@@ -73,13 +75,14 @@ class SpeedFacts:
 
 @dataclass
 class MemoryFacts:
-    """Peaks in GiB; `kind` says of what: the device's allocator, or rss, the process's resident memory."""
+    """Peaks in GiB, and the most there is; `kind` says of what: the device's allocator, or rss, the resident memory."""
 
     kind: str = ""
     allocator: str = "host"
     checkpointing: str = "off"
     first_step_peak_gib: float | None = None
     steady_peak_gib: float | None = None
+    limit_gib: float | None = None
 
 
 @dataclass
@@ -120,13 +123,18 @@ class EmaFacts:
 
 @dataclass
 class Report:
-    """`host` is the plug's name; `config` the settings in force. Fill the parts, then `write` into the run's folder."""
+    """`host` is the plug's name; `config` the settings in force; `model` a class and `parameters` its count of numbers.
+
+    Fill the parts, then `write` into the run's folder.
+    """
 
     host: str
     config: dict[str, Any]
     schema: int = SCHEMA
     versions: dict[str, str] = field(default_factory=dict)
     device: str = ""
+    model: str = ""
+    parameters: int = 0
     warnings: list[str] = field(default_factory=list)
     window: WindowFacts = field(default_factory=WindowFacts)
     compile: CompileFacts = field(default_factory=CompileFacts)
@@ -136,6 +144,7 @@ class Report:
     gradients: GradientFacts = field(default_factory=GradientFacts)
     batchnorm: BatchNormFacts = field(default_factory=BatchNormFacts)
     ema: EmaFacts = field(default_factory=EmaFacts)
+    losses: LossFacts = field(default_factory=LossFacts)
     checkpoints: list[str] = field(default_factory=list)
 
     def write(self, folder: Path, series: Series | None = None) -> Path:
@@ -149,9 +158,9 @@ class Report:
         return folder / JSON_NAME
 
     def data(self) -> dict[str, Any]:
-        """As JSON values; what is not finite is None."""
-        found = _finite(asdict(self))
-        order = ["schema", "host", "versions", "device", "config", "warnings"]
+        """As JSON values; what is not finite is None, and curves of losses are thinned."""
+        found = _plain(asdict(replace(self, losses=self.losses.thinned())))
+        order = ["schema", "host", "versions", "device", "model", "parameters", "config", "warnings"]
         return {**{k: found[k] for k in order}, **found}
 
 
@@ -166,12 +175,20 @@ def versions(*packages: str) -> dict[str, str]:
     return found
 
 
-def _finite(value: Any) -> Any:
-    """JSON has no NaN: such a number becomes null."""
+def _plain(value: Any) -> Any:
+    """What every reader of JSON takes.
+
+    A number that is not finite becomes null, an integer that no run counts up to `LARGEST`, and what is no Unicode in
+    a text (a file's name) its code.
+    """
+    if isinstance(value, str):
+        return value.encode("utf-8", "backslashreplace").decode("utf-8")
+    if isinstance(value, int) and abs(value) > LARGEST:
+        return LARGEST if value > 0 else -LARGEST
     if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
         return None
     if isinstance(value, dict):
-        return {k: _finite(v) for k, v in value.items()}
-    if isinstance(value, list):
-        return [_finite(v) for v in value]
+        return {k: _plain(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(v) for v in value]
     return value

@@ -63,7 +63,7 @@ def test_no_other_file_asks_a_device_module() -> None:
 
 
 def test_cpu_counts_no_memory_and_waits_for_nothing() -> None:
-    for ask in (devices.allocated, devices.reserved, devices.peak, devices.free):
+    for ask in (devices.allocated, devices.reserved, devices.peak, devices.free, devices.total):
         assert ask(CPU) is None
     devices.synchronize(CPU)
     devices.empty_cache(CPU)
@@ -96,6 +96,7 @@ def test_xpu_is_asked_through_its_module(xpu: SimpleNamespace) -> None:
         2 * GIB, 3 * GIB, 4 * GIB, 5 * GIB,
     ]  # fmt: skip
     assert memory.Peaks(card).kind == "xpu"
+    assert memory.limit_gib(card) == 16
     devices.use(1)
     devices.synchronize(card)
     devices.empty_cache(card)

@@ -75,6 +75,7 @@ def test_a_containers_limit_counts(
     assert memory._left_of_container() == float("inf")
     group(tmp_path / place, str(3 * 2**20), 2 * 2**20, 2**19, version)
     assert memory.free_gib(CPU) == 1.5 / 1024
+    assert memory.limit_gib(CPU) == 3 / 1024
     group(tmp_path / place, str(2**20), 2 * 2**20, 0, version)
     assert memory.free_gib(CPU) == 0
     group(tmp_path / place, "max", 2 * 2**20, 0, version)
@@ -85,3 +86,4 @@ def test_without_control_groups_the_machines_memory_counts(tmp_path: Path, monke
     monkeypatch.setattr(memory, "_GROUPS", tmp_path / "none")
     assert memory._left_of_container() == float("inf")
     assert memory.free_gib(CPU) > 0
+    assert memory.limit_gib(CPU) == memory.psutil.virtual_memory().total / memory.GIB
