@@ -17,7 +17,6 @@ import logging
 import os
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -40,7 +39,7 @@ from plugins.core.system.memory import Peaks  # noqa: E402
 from plugins.loop import Accelerated  # noqa: E402
 
 OFF, ON = "off", "on"
-WARM_UP = 3  # steps that are not timed: the first window chooses the blocks
+WARM_UP = 2  # steps that are not timed: the first window chooses the blocks
 TURN = 2  # steps of one before the other's turn
 SETTINGS: dict[str, Any] = {"compile": "off", "plan": "off", "precision": "host", "memory_format": "host"}
 Step = Callable[[], float]
@@ -63,7 +62,7 @@ def yolo(size: int = 320, batch: int = 16) -> tuple[nn.Module, Callable[[nn.Modu
     return model, lambda m: m(placed(given))[0].sum(), batch
 
 
-def minilm(length: int = 256, batch: int = 32) -> tuple[nn.Module, Callable[[nn.Module], Tensor], int]:
+def minilm(length: int = 256, batch: int = 16) -> tuple[nn.Module, Callable[[nn.Module], Tensor], int]:
     """MiniLM's encoder (6 layers, 384 wide) with a head of 2 classes."""
     from transformers import BertConfig, BertForSequenceClassification
 
@@ -73,7 +72,7 @@ def minilm(length: int = 256, batch: int = 32) -> tuple[nn.Module, Callable[[nn.
     return BertForSequenceClassification(config), lambda m: m(**placed(given)).loss, batch
 
 
-def recognizer(width: int = 320, batch: int = 32) -> tuple[nn.Module, Callable[[nn.Module], Tensor], int]:
+def recognizer(width: int = 320, batch: int = 16) -> tuple[nn.Module, Callable[[nn.Module], Tensor], int]:
     """EasyOCR's VGG-BiLSTM-CTC network of 256 channels, crops 64 px high."""
     from easyocr.model.vgg_model import Model
 
@@ -92,8 +91,8 @@ def recognizer(width: int = 320, batch: int = 32) -> tuple[nn.Module, Callable[[
 JOBS = {"yolo": yolo, "minilm": minilm, "recognizer": recognizer}
 NAMES = {
     "yolo": "YOLOv8n, 320 px, batch 16",
-    "minilm": "MiniLM, 256 tokens, batch 32",
-    "recognizer": "EasyOCR recognizer, 64 x 320 px, batch 32",
+    "minilm": "MiniLM, 256 tokens, batch 16",
+    "recognizer": "EasyOCR recognizer, 64 x 320 px, batch 16",
 }
 
 
@@ -165,7 +164,8 @@ def steps(job: str, count: int) -> dict[str, tuple[float, float]]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--what", choices=("all", *JOBS), default="all")
-    parser.add_argument("--steps", type=int, default=10, help="timed steps of each; a tenth of them more for memory")
+    parser.add_argument("--figure", choices=("both", "memory", "step"), default="both")
+    parser.add_argument("--steps", type=int, default=10, help="timed steps of each")
     parser.add_argument("--repeats", type=int, default=3, help="processes of each for memory; the median is shown")
     parser.add_argument("--peak", choices=(OFF, ON), help=argparse.SUPPRESS)
     given = parser.parse_args()
@@ -174,23 +174,25 @@ def main() -> int:
         print(json.dumps(measure_peak(given.what, given.peak, given.steps)))
         return 0
     table = Table("training of", "figure", "off", "on", "ratio", "wanted")
-    with tempfile.TemporaryDirectory():
-        for job in JOBS if given.what == "all" else (given.what,):
-            found = {name: [] for name in (OFF, ON)}  # type: dict[str, list[dict[str, Any]]]
+    for job in JOBS if given.what == "all" else (given.what,):
+        if given.figure != "step":
+            found: dict[str, list[dict[str, Any]]] = {name: [] for name in (OFF, ON)}
             for _ in range(given.repeats):
                 for name in found:
                     found[name].append(peak(job, name, WARM_UP + 2))
-            for figure, wanted in (("training", "<= 0.60"), ("whole", "")):
+            for figure, what, wanted in (
+                ("training", "peak memory of training", "<= 0.60"), ("whole", "of the process", "")
+            ):  # fmt: skip
                 off, on = (median(run[figure] for run in found[name]) for name in (OFF, ON))
-                what = "peak memory of training" if figure == "training" else "of the process"
                 table.add_row(NAMES[job], what, f"{off:.3f} GiB", f"{on:.3f} GiB", f"{on / off:.2f}", wanted)
+            losses = {run["loss"] for runs in found.values() for run in runs}
+            table.add_row(NAMES[job], "last loss", f"{min(losses):.9g}", f"{max(losses):.9g}", "", "equal")
+            print(found[ON][0]["facts"])
+        if given.figure != "memory":
             took = steps(job, given.steps)
             for place, (what, wanted) in enumerate((("step", "<= 1.35"), ("step, CPU time", ""))):
                 off, on = took[OFF][place], took[ON][place]
                 table.add_row(NAMES[job], what, f"{off:.3f} s", f"{on:.3f} s", f"{on / off:.2f}", wanted)
-            same = {run["loss"] for runs in found.values() for run in runs}
-            table.add_row(NAMES[job], "losses after 5 steps", *(f"{min(same):.9g}", f"{max(same):.9g}"), "", "equal")
-            print(found[ON][0]["facts"])
     Console(width=140).print(table)
     print(f"torch {torch.__version__}, {os.cpu_count()} CPUs, {torch.get_num_threads()} threads")
     return 0

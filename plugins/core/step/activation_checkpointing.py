@@ -16,7 +16,7 @@ from plugins.core.step.blocks import pieces
 from plugins.core.step.checkpointed_module import Block, CheckpointedModule, Savings
 from plugins.core.system import memory, versions
 
-KEPT = 0.95  # of what all blocks spare: the rest costs more time than it is worth
+LET_GO = 0.03  # of what all blocks spare: those that spare least for their time
 MARGIN = 1.15  # on a forecast of memory: pieces that do not fit again
 HOSTS_OWN = ("gradient_checkpointing", "grad_checkpointing")  # as transformers, diffusers and timm name it
 
@@ -118,12 +118,13 @@ class ActivationCheckpointing:
         self.modules = []
 
     def _let_go(self) -> None:
-        """Those that spare most per second of a forward stay."""
-        total = sum(block.saved for block in self.blocks)
-        spared = 0
-        for block in sorted(self.blocks, key=lambda b: -b.saved / (b.seconds or 1.0)):
-            block.active = not block.seconds or bool(block.saved and spared < KEPT * total)  # not seen yet: stays
-            spared += block.saved
+        """Those that spare least per second of a forward keep their activations; one that was not called stays."""
+        called = [block for block in self.blocks if block.seconds]
+        room = LET_GO * sum(block.saved for block in called)
+        for block in sorted(called, key=lambda b: b.saved / b.seconds):
+            if block.saved <= room:
+                block.active = False
+                room -= block.saved
             block.saved = 0  # counted no more
 
     def _training(self) -> bool:

@@ -206,7 +206,6 @@ def test_hooks_on_a_block_itself_and_of_its_backward_run_once_and_it_is_checkpoi
 class Remembering(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(10, 10), nn.Tanh()) for _ in range(2))
         self.blocks = nn.ModuleList(Filling() for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
