@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from itertools import pairwise
 from statistics import mean, median, pstdev
 
@@ -122,7 +121,7 @@ def fallen(trials: Trials) -> dict[float, float]:
     return {f: ends(v)[1] for f, v in found.items() if v and all(math.isfinite(x) for x in v)}
 
 
-def rises(rates: Sequence[float]) -> int:
+def rises(rates: list[float]) -> int:
     """Updates over which a rate rises without a stop, from the first on."""
     return next((at for at, (a, b) in enumerate(pairwise(rates)) if b <= a), len(rates) - 1)
 
@@ -142,8 +141,8 @@ def warm_up(trials: Trials) -> Finding:
             f"a schedule took {max(steps)} steps in {made} updates",
             f"step it once an update (schedule= of the plug does): it runs {trials.accumulate} times too fast",
         )
-    groups = list(zip(*(u["rates"] for u in first.updates), strict=True))
-    rates = list(max(groups, key=rises))  # a host may let one group's fall meanwhile
+    groups: list[list[float]] = [list(group) for group in zip(*(u["rates"] for u in first.updates), strict=True)]
+    rates = max(groups, key=rises)  # a host may let one group's fall meanwhile
     rising = rises(rates)
     if not rising:
         return finding(check, Verdict.PASS, f"no warm-up; the rate begins at {rates[0]:.3g}")

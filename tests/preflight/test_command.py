@@ -18,6 +18,7 @@ from tests.preflight.conftest import run_here
 from tests.trial_run.jobs import loop
 
 Build = Callable[..., Trials]
+ASKS = "import argparse; p = argparse.ArgumentParser(); p.add_argument('x'); p.parse_args()"
 
 
 @pytest.fixture
@@ -83,7 +84,7 @@ def test_a_scan_leaves_its_picture(accel, tmp_path: Path, monkeypatch: pytest.Mo
         (["--timeout", "0"], {}, "timeout=0"),
         (["--json", "no/where.json"], {}, "no such folder"),
         ([], {"before": "sys.exit(0)"}, "no update was made: no training"),
-        ([], {"before": "import argparse; p = argparse.ArgumentParser(); p.add_argument('x'); p.parse_args()"}, "no update"),
+        ([], {"before": ASKS}, "no update was made"),
         ([], {"before": "raise ValueError('no such data set')"}, "no such data set"),
     ],
 )  # fmt: skip

@@ -98,7 +98,7 @@ class HostReads(Probe):
     def arrived(self, first: bool) -> None:
         if first and self.session.updates == LOOKED_AT:
             self._mode = _Reads(self.session.device)
-            self._mode.__enter__()
+            self._mode.__enter__()  # type: ignore[no-untyped-call]
 
     @override
     def closed(self, outcome: Outcome) -> dict[str, Any]:
@@ -113,7 +113,7 @@ class _Reads(TorchDispatchMode):
     WAITING = ("aten._local_scalar_dense.default", "aten.nonzero.default", "aten._unique2.default")
 
     def __init__(self, device: torch.device) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.device, self.lines = device, Counter[str]()
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
