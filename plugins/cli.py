@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from plugins.errors import AccelError
+from plugins.preflight.command import preflight
 
 if TYPE_CHECKING:
     from plugins.core.autotune.plan_cache import PlanCache
@@ -140,6 +141,9 @@ def repair(
     for old, new in found.renamed.items():
         print(f"{old} -> {new}")
     print(f"{found.path}: {len(found.renamed)} names cleaned")
+
+
+app.command()(preflight)
 
 
 def _console() -> Console:

@@ -123,6 +123,12 @@ def total(device: torch.device) -> int | None:
     return int(found[1]) if found is not None else None
 
 
+def limit(device: torch.device, most: int) -> None:
+    """Lets this process take at most so many bytes of the device; nothing where the device cannot be asked to."""
+    if (has := total(device)) is not None:
+        _ask(device, "set_per_process_memory_fraction", None, min(most / has, 1.0), device)
+
+
 # -- what they can do --------------------------------------------------------------------------------------------
 
 
