@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from torch import Tensor, nn
 
 from integrations.easyocr.errors import EasyOCRError
+from integrations.shared.yaml_file import UnreadableYaml, read_yaml
 
 PREFIX = "module."
 HEAD = ("Prediction.weight", "Prediction.bias")
@@ -127,8 +127,8 @@ def _characters_of_yaml(path: Path) -> str | None:
     if not path.is_file():
         return None
     try:
-        written = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError, OSError):
+        written, _ = read_yaml(path)
+    except (UnreadableYaml, OSError):
         raise EasyOCRError(
             f"{path}: not readable as YAML; expected the character_list of saved_model, or saved_characters instead"
         ) from None
