@@ -59,7 +59,7 @@ def report(run: Annotated[Path, typer.Argument(help="A run's folder, or its acce
     """Print what a run did, in words and figures."""
     from pydantic import TypeAdapter, ValidationError
 
-    from plugins.core.autotune.json_record import one_line
+    from plugins.core.autotune.json_record import one_line, read_bounded
     from plugins.core.telemetry.html import summary
     from plugins.core.telemetry.report import JSON_NAME, Report
 
@@ -67,11 +67,13 @@ def report(run: Annotated[Path, typer.Argument(help="A run's folder, or its acce
     if not path.is_file():
         raise AccelError(f"run={run}: no {JSON_NAME} there; expected a run's folder or that file")
     try:
-        data = TypeAdapter(Report).validate_json(path.read_bytes()).data()
+        data = TypeAdapter(Report).validate_json(read_bounded(path)).data()
     except OSError as error:
         raise AccelError(f"run={path}: {error.strerror or error}") from None
     except ValidationError as error:
         raise AccelError(f"run={path}: not an accel report: {one_line(error)}") from None
+    except ValueError as error:
+        raise AccelError(f"run={path}: not an accel report: {error}") from None
     console = _console()
     console.print(summary(data))
     for warning in data["warnings"]:

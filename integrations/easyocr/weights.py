@@ -58,6 +58,9 @@ def _parameters(saved: Any, path: Path) -> dict[str, Tensor]:
         state = {**saved["model"], **(average["shadow"] if isinstance(average, dict) and "shadow" in average else {})}
     if not isinstance(state, dict) or not state or not all(isinstance(value, Tensor) for value in state.values()):
         raise EasyOCRError(f"saved_model={path}: expected a flat mapping of parameter name: tensor")
+    posing = next((n for n, v in state.items() if v.numel() * v.element_size() > v.untyped_storage().nbytes()), None)
+    if posing is not None:
+        raise EasyOCRError(f"saved_model={path}: {posing} has fewer values than its shape; expected trained weights")
     broken = next((n for n, v in state.items() if v.is_floating_point() and not v.isfinite().all()), None)
     if broken is not None:
         raise EasyOCRError(f"saved_model={path}: {broken} holds values that are not finite; expected trained weights")
