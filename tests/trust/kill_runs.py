@@ -66,8 +66,8 @@ def ultralytics(folder: Path, epochs: int = 3) -> Weights:
     last = folder / "run" / "weights" / "last.pt"
     data, written = folder / "data", folder / "run"
     if last.is_file():
-        if torch.load(last, weights_only=False)["epoch"] == -1:  # killed after the training's end
-            return _of_file(last)
+        if torch.load(last, weights_only=False)["epoch"] in (-1, epochs - 1):
+            return _of_file(last)  # killed after the last epoch's save: the host says that nothing is to be resumed
         model, arguments = YOLO(str(last)), {"resume": True}
     else:
         shutil.rmtree(written, ignore_errors=True)
@@ -84,7 +84,8 @@ def ultralytics(folder: Path, epochs: int = 3) -> Weights:
 
 
 def _of_file(path: Path) -> Weights:
-    return weights_of(torch.load(path, weights_only=False)["model"])
+    state = torch.load(path, weights_only=False)
+    return weights_of(state["model"] or state["ema"])
 
 
 def easyocr(folder: Path, updates: int = 5) -> Weights:
