@@ -46,7 +46,7 @@ def home(value: Any) -> Any:
 def _file(value: Any) -> Any:
     if isinstance(value, str):
         try:
-            os.stat(home(value))
+            os.stat(home(value))  # noqa: PTH116 - of a text, as above
         except OSError as error:  # whether it is there is for who opens it
             if error.errno == errno.ENAMETOOLONG:
                 raise ValueError("a path; no file has a name so long") from None

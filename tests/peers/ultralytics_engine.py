@@ -27,7 +27,13 @@ SUITES = ("test_engine.py", "test_cli.py")
 ALLOWED: dict[str, str] = {}
 """Tests that may differ, as patterns of `module.test`, and why."""
 
-OFFLINE = {"YOLO_OFFLINE": "true", "ACCEL_PLAN": "off", "ACCEL_COMPILE": "off", "CUDA_VISIBLE_DEVICES": "", "MPLBACKEND": "agg"}  # fmt: skip
+OFFLINE = {
+    "YOLO_OFFLINE": "true",
+    "ACCEL_PLAN": "off",
+    "ACCEL_COMPILE": "off",
+    "CUDA_VISIBLE_DEVICES": "",
+    "MPLBACKEND": "agg",
+}
 
 
 def pytest_configure(config: Any) -> None:
@@ -51,7 +57,9 @@ def pytest_configure(config: Any) -> None:
     def run_plugged(command: Any, *args: Any, **kwargs: Any) -> Any:
         text = command if isinstance(command, str) else " ".join(map(str, command))
         if text.startswith("yolo") and " train " in f"{text} ":
-            command = f"{text} callbacks=plugins.yolo" if isinstance(command, str) else [*command, "callbacks=plugins.yolo"]
+            command = (
+                f"{text} callbacks=plugins.yolo" if isinstance(command, str) else [*command, "callbacks=plugins.yolo"]
+            )
         return start(command, *args, **kwargs)
 
     BaseTrainer.__init__, subprocess.run = plugged, run_plugged  # type: ignore[assignment]

@@ -5,7 +5,8 @@
 Half of the kills come at a random moment, half at a random file operation in the run's folder, so that many fall into
 saves. A training is killed one to three times, resumed after each, and must end with the weights of the straight run,
 bit for bit. What was tried is kept in FOLDER/kills.json: the same command goes on from there. Trainings are forked from
-one process that has imported everything; a folder in memory (/dev/shm) makes them short. Exit status 1: a resume failed, or ended elsewhere.
+one process that has imported everything; a folder in memory (/dev/shm) makes them short.
+Exit status 1: a resume failed, or ended elsewhere.
 """
 
 from __future__ import annotations
@@ -73,7 +74,9 @@ def child(host: str, folder: Path, result: Path, log: Path, death: Death | None)
         os.chdir(folder)
         seen = count_operations(folder, death.operation if death else 0)
         weights = RUNS[host](folder)
-        write_atomically(result, lambda f: torch.save({"weights": weights, "operations": seen[0], "modules": list(sys.modules)}, f))
+        write_atomically(
+            result, lambda f: torch.save({"weights": weights, "operations": seen[0], "modules": list(sys.modules)}, f)
+        )
         code = 0
     except BaseException:
         traceback.print_exc()

@@ -25,8 +25,9 @@ SCALARS = st.none() | st.booleans() | NUMBERS | st.sampled_from(WORDS) | st.text
 NESTED: SearchStrategy[Any] = st.recursive(
     SCALARS, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
 )
-MISSPELT = st.sampled_from([*NAMES, "acumulate", "_env_file", "_cli_parse_args", "_case_sensitive", "self", "validate_",
-                            "config", "model_config", "__class__", "", "compile ", "COMPILE", "given"]) | st.text(max_size=12)  # fmt: skip
+SLIPS = ["acumulate", "_env_file", "_cli_parse_args", "_case_sensitive", "self", "validate_", "config", "model_config",
+         "__class__", "", "compile ", "COMPILE", "given"]  # fmt: skip
+MISSPELT = st.sampled_from([*NAMES, *SLIPS]) | st.text(max_size=12)
 
 
 def allowed(name: str) -> SearchStrategy[Any]:
@@ -57,7 +58,9 @@ def damaged(draw: Callable[..., Any], clean: SearchStrategy[bytes]) -> bytes:
         at = draw(st.integers(0, len(data)))
         data = draw(
             st.sampled_from([data[:at], data[:at] + data, data[at:]])
-            | st.binary(min_size=1, max_size=4).map(lambda new, at=at, data=data: data[:at] + new + data[at + len(new) :])
+            | st.binary(min_size=1, max_size=4).map(
+                lambda new, at=at, data=data: data[:at] + new + data[at + len(new) :]
+            )
         )
     return data
 

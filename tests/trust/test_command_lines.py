@@ -21,7 +21,8 @@ from tests.trust.strategies import NAMES, WORDS, allowed, damaged, sizes, tried
 NO_SURROGATES = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=12)
 WORD = st.sampled_from([word for word in WORDS if "\0" not in word and word.isprintable()]) | NO_SURROGATES
 FILES = ["run", "run/accel_report.json", "damaged.json", "deep.json", "plan.json", "net.yaml", "damaged.pt", "data",
-         "cache", "cache.tar.gz", "no.such", ".", "/", "/dev/null", "x" * 300, "train/0.png", "a/../net.yaml"]  # fmt: skip
+         "cache", "cache.tar.gz", "no.such", ".", "/", "/dev/null", "x" * 300, "train/0.png",
+         "a/../net.yaml"]  # fmt: skip
 FIELD = st.sampled_from(NAMES).flatmap(lambda name: st.tuples(st.just(name), allowed(name).map(str) | WORD))
 
 
@@ -103,10 +104,14 @@ def test_accel(count: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 @sizes(150, 2000)
 def test_yolo(count: int, folder: Path) -> None:
-    modules = st.sampled_from(["plugins.yolo", "plugins.yolo", "no.such", "plugins", "", "a b", "plugins.yolo,json", "1"])
+    modules = st.sampled_from(
+        ["plugins.yolo", "plugins.yolo", "no.such", "plugins", "", "a b", "plugins.yolo,json", "1"]
+    )
     ours = st.tuples(st.just("callbacks"), modules) | FIELD.map(lambda pair: (f"accel.{pair[0]}", pair[1]))
     unknown = st.tuples(WORD.map(lambda word: f"accel.{word}"), WORD)
-    theirs = st.sampled_from([("model", "yolov8n.yaml"), ("batch", "8"), ("imgsz", "64"), ("compile", "True"), ("x", "[")])
+    theirs = st.sampled_from(
+        [("model", "yolov8n.yaml"), ("batch", "8"), ("imgsz", "64"), ("compile", "True"), ("x", "[")]
+    )
     spelt = st.sampled_from(["{}={}", "{} = {}", "{}= {}", "--{}={},", "{}={}"])
     part = st.builds(lambda pair, how: how.format(*pair).split(" "), ours | ours | theirs | unknown, spelt)
     line = st.lists(part | WORD.map(lambda word: [word]) | st.just(["train"]), max_size=6)

@@ -16,7 +16,11 @@ from tests.easyocr.conftest import TINY, draw, numbers, write_folder
 from tests.trust.strategies import NESTED, damaged, sizes, tried, yaml_files
 
 ODD = ["x\0y.png", "a" * 300, "../0.png", "", ".", "C:\\0.png", "é.png", "e\u0301.png", "train", "\ud800", "/dev/zero"]
-LABEL = st.text(max_size=12) | st.text("0123456789 ,\"'", max_size=9) | st.sampled_from(["\u202e12", "ß", "אב 12", "\x1b[2J"])
+LABEL = (
+    st.text(max_size=12)
+    | st.text("0123456789 ,\"'", max_size=9)
+    | st.sampled_from(["\u202e12", "ß", "אב 12", "\x1b[2J"])
+)
 NAME = st.sampled_from([*(f"{n}.png" for n in range(4)), *ODD]) | st.text(max_size=8)
 ROWS = st.lists(st.tuples(NAME, LABEL), max_size=6)
 
@@ -73,8 +77,8 @@ def test_yamls(count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     write_folder(tmp_path / "train", numbers(3))
     good = {"number": "0123456789", "train_data": "train", "valid_data": "train", "num_iter": 2, **TINY}
     names = st.sampled_from([*Settings.model_fields, "accel", "freeze_FeatureFxtraction", "saved_model", "lang_list"])
-    values = (
-        NESTED | st.sampled_from(["0.5-0.5", "a-b", "None", "/", "no.such", "train", "Adam", [0.5, 0.5], ["a", "b"]])
+    values = NESTED | st.sampled_from(
+        ["0.5-0.5", "a-b", "None", "/", "no.such", "train", "Adam", [0.5, 0.5], ["a", "b"]]
     )
     changed = st.dictionaries(names, values, max_size=3).map(lambda some: {**good, **some})
     path = tmp_path / "net.yaml"

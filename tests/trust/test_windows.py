@@ -24,7 +24,6 @@ LENGTHS = st.lists(st.integers(1, 700), min_size=1, max_size=80)
 SHAPE = st.tuples(LENGTHS, st.integers(1, 9), st.integers(1, 4), st.integers(0, 2**31), st.integers(1, 6))
 
 
-
 @sizes(60, 1000)
 def test_every_rank_has_as_many_batches_and_every_sample_comes_once_an_epoch(count: int) -> None:
     def check(drawn: tuple[list[int], int, int, int, int]) -> None:
@@ -33,9 +32,7 @@ def test_every_rank_has_as_many_batches_and_every_sample_comes_once_an_epoch(cou
         assert edges == sorted(set(edges))
         assert len(edges) <= most
         assert edges[-1] >= max(lengths)
-        made = [
-            BucketBatchSampler(lengths, edges, batch, ranks=ranks, rank=rank, seed=seed) for rank in range(ranks)
-        ]
+        made = [BucketBatchSampler(lengths, edges, batch, ranks=ranks, rank=rank, seed=seed) for rank in range(ranks)]
         for epoch in range(2):
             for sampler in made:
                 sampler.set_epoch(epoch)
@@ -93,7 +90,7 @@ def test_an_effective_batch_is_that_many_samples_or_is_refused(count: int) -> No
 
 @sizes(15, 300)
 def test_updates_and_windows_of_any_run_and_of_its_resume(count: int, tmp_path: Any) -> None:
-    """A run of `epochs` times `batches` micro-batches, saved after any of them and resumed in another process's place."""
+    """A run of `epochs` times `batches` micro-batches, saved after any of them and resumed."""
 
     def trained(resume: bool, stop: int, accumulate: int, batches: list[torch.Tensor], epochs: int) -> Accelerated:
         torch.manual_seed(0)
