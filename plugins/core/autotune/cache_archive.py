@@ -20,7 +20,7 @@ from plugins.core.checkpoint.atomic_file import write_atomically
 PACKED = 100  # times its size that a pack may unpack to: code packs to a fifth
 SMALL = 2**24  # bytes that any pack may unpack to
 PIECE = 2**20  # bytes of one read; tarfile copies in far smaller ones
-MEMBERS = 200_000
+MEMBERS = 50_000
 
 
 def export(memory: PlanCache, target: Path) -> int:
