@@ -1,5 +1,6 @@
 # make demo [HOST=yolo]   set up, then train the host's demo
 # make test               set up, then lint, type check and run the tests
+# make test-long          kills, random settings and label files by the thousand; the counts stand in BENCHMARKS.md
 # make test-oldest        the part of the tests in tests/oldest.txt, at the oldest versions, in an environment of its own
 # make bench              the benchmarks, as ratios of two things run in turn
 
@@ -20,7 +21,7 @@ OLDEST := .venv-oldest
 OLDEST_READY := $(OLDEST)/.ready
 OLDEST_PYTHON ?= $(shell python3.10 -c 'import sys; print(sys.executable)' 2>/dev/null || echo $(PYTHON))
 
-.PHONY: demo test test-oldest lint bench why clean
+.PHONY: demo test test-long test-oldest lint bench why clean
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
@@ -31,6 +32,9 @@ demo: $(READY)
 
 test: lint
 	$(BIN)/python -m pytest --numprocesses $(PROCESSES) --dist loadfile
+
+test-long: $(READY)
+	$(BIN)/python -m pytest -m long --numprocesses $(PROCESSES) --timeout 3600
 
 $(OLDEST_READY): pyproject.toml constraints-oldest.txt
 	$(OLDEST_PYTHON) -m venv $(OLDEST)

@@ -240,6 +240,11 @@ def main() -> None:
     except AccelError as error:
         print(f"accel: {error}", file=sys.stderr)
         sys.exit(1)
+    except OSError as error:  # a name that no file can have, a folder that may not be looked into, a full disk
+        if not error.filename:
+            raise
+        print(f"accel: {AccelError(f'{error.filename}: {error.strerror}')}", file=sys.stderr)
+        sys.exit(1)
 
 
 if __name__ == "__main__":

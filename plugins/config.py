@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import difflib
 import os
+from numbers import Integral
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import yaml
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
 from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
 
@@ -41,8 +41,14 @@ def _edges(value: Any) -> Any:
     if isinstance(value, str) and value not in {"auto", "off"}:
         value = [part for part in value.strip("[]() ").split(",") if part.strip()]
     if isinstance(value, (list, tuple, set)):
-        return sorted({int(str(edge)) for edge in value})
+        return sorted({_edge(edge) for edge in value})
     return value
+
+
+def _edge(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, (str, Integral)):
+        raise ValueError("an integer")
+    return int(value)
 
 
 def _patterns(value: Any) -> Any:
@@ -54,6 +60,8 @@ def _patterns(value: Any) -> Any:
 
 def _home(value: Any) -> Any:
     """`~` is the user's home, as in a shell; an unknown `~user` stays as it is."""
+    if isinstance(value, Path) and "\0" in str(value):
+        raise ValueError("a path; none holds a null character")
     return Path(os.path.expanduser(value)) if isinstance(value, Path) else value  # noqa: PTH111 - Path's own raises
 
 
@@ -160,10 +168,15 @@ class AccelConfig(BaseSettings):
         "host", "host, or an integer from 0 to 2^63 - 1", "all generators, loader workers included"
     )
 
-    def __init__(self, config: str | Path | None = None, **options: Any) -> None:
+    def __init__(self, /, config: str | Path | None = None, **options: Any) -> None:
+        named = _read_file(config or os.environ.get(CONFIG_VARIABLE) or None)
+        given = trial.laid_over({**named, **_read_env(), **options})
+        names = _names()
+        for name, value in given.items():  # pydantic-settings has options of its own, such as `_env_file`
+            if name not in names:
+                raise AccelError(_unknown(name, f"{name}={_shown(value)}"))
         try:
-            named = _read_file(config or os.environ.get(CONFIG_VARIABLE) or None)
-            super().__init__(**trial.laid_over({**named, **_read_env(), **options}))
+            super().__init__(**given)
         except ValidationError as error:
             raise AccelError(_one_line(error)) from None
 
@@ -204,13 +217,18 @@ def _read_file(config: str | Path | None) -> dict[str, Any]:
     if config is not None and not isinstance(config, (str, Path)):
         raise AccelError(f"config={config}: expected the path of a YAML file; fields go by name, as in ema=0.999")
     path = Path(config or DEFAULT_FILE)
-    if not path.is_file():
-        if config is None:
-            return {}
-        raise AccelError(f"config={config}: no such file; expected a YAML file of accel fields")
     try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8-sig"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        if not path.is_file():
+            if config is None:
+                return {}
+            raise AccelError(f"config={config}: no such file; expected a YAML file of accel fields")
+    except OSError as error:  # a name that no file can have, a folder that may not be looked into
+        raise AccelError(f"config={path}: {error.strerror}") from None
+    from integrations.shared.yaml_file import UnreadableYaml, read_yaml  # late: settings alone load no adapter
+
+    try:
+        data, _ = read_yaml(path)
+    except UnreadableYaml as error:
         raise AccelError(f"config={path}: not readable as YAML: {error}") from None
     except OSError as error:
         raise AccelError(f"config={path}: not readable: {error.strerror}") from None
@@ -245,8 +263,13 @@ def _one_line(error: ValidationError) -> str:
     if not first["loc"]:
         return str(first["msg"]).removeprefix("Value error, ")
     name, names = str(first["loc"][0]), _names()
-    if first["type"] == "extra_forbidden":
-        return _unknown(name, f"{name}={first['input']}")
     public = name.removesuffix("_")
     values = [e["input"] for e in error.errors(include_url=False) if e["loc"][0] == name]
-    return f"{public}={values[0]}: allowed are {names[public]}"
+    return f"{public}={_shown(values[0])}: allowed are {names[public]}"
+
+
+def _shown(value: Any) -> str:
+    try:
+        return str(value)
+    except ValueError:  # Python writes out no integer of thousands of digits
+        return f"an integer of {value.bit_length()} bits"

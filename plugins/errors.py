@@ -16,13 +16,16 @@ class AccelError(ValueError):
     `str(error)` is one line, fit to be shown without a traceback.
 
     Args:
-        message: the field or file, the value, and what is allowed; line breaks in it become spaces.
+        message: the field or file, the value, and what is allowed; line breaks in it become spaces, and of a long
+            one both ends are shown.
     """
 
     one_line = True  # a host's command, which does not know `plugins`, then shows no traceback
 
     def __init__(self, message: str) -> None:
-        super().__init__(" ".join(message.split()))
+        from integrations.refusal import one_line  # late: who imports the core loads no adapter
+
+        super().__init__(one_line(message))
 
 
 @contextmanager
@@ -32,7 +35,7 @@ def refusals_as_errors() -> Iterator[None]:
     Raises:
         AccelError: the adapter refused something.
     """
-    from integrations.refusal import Refusal  # late: who imports the core loads no adapter
+    from integrations.refusal import Refusal  # late, as above
 
     try:
         yield

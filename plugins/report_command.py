@@ -44,18 +44,20 @@ def report(runs: Sequence[Path], html: Path | None, console: Console) -> None:
 def _read(run: Path) -> dict[str, Any]:
     from pydantic import TypeAdapter, ValidationError
 
-    from plugins.core.autotune.json_record import one_line
+    from plugins.core.autotune.json_record import one_line, read_bounded
     from plugins.core.telemetry.report import JSON_NAME, Report
 
     path = _file(run)
     if not path.is_file():
         raise AccelError(f"run={run}: no {JSON_NAME} there; expected a run's folder or that file")
     try:
-        return TypeAdapter(Report).validate_json(path.read_bytes()).data()
+        return TypeAdapter(Report).validate_json(read_bounded(path)).data()
     except OSError as error:
         raise AccelError(f"run={path}: {error.strerror or error}") from None
     except ValidationError as error:
         raise AccelError(f"run={path}: not an accel report: {one_line(error)}") from None
+    except ValueError as error:  # not a pydantic one: larger than any that is written here
+        raise AccelError(f"run={path}: not an accel report: {error}") from None
 
 
 def _file(run: Path) -> Path:

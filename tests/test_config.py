@@ -255,7 +255,7 @@ def test_a_file_that_cannot_be_read_is_one_line(tmp_path: Path, monkeypatch: pyt
     def denied(*_: Any, **__: Any) -> str:
         raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr(Path, "read_text", denied)
+    monkeypatch.setattr(Path, "open", denied)
     assert "Permission denied" in refusal(path)
 
 
@@ -280,3 +280,32 @@ def test_an_empty_variable_names_no_file(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_fields_in_the_place_of_a_file(config: Any) -> None:
     with pytest.raises(AccelError, match="expected the path of a YAML file; fields go by name"):
         AccelConfig(config)
+
+
+def test_fields_that_pydantic_takes_for_itself_are_unknown_here(tmp_path: Path) -> None:
+    path = tmp_path / "my.yaml"
+    for name in ("_env_file", "_cli_parse_args", "_secrets_dir", "self", "model_config"):
+        path.write_text(f"{name}: true\n")
+        assert refusal(path).startswith(f"{name}=True: unknown field")
+        assert refusal(**{name: 1}).startswith(f"{name}=1: unknown field")
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["a: 2020-13-45\n", "a: !!int x\n", "a: !!timestamp x\n", "a: !!bool x\n", "[" * 5000, f"a: {'9' * 5000}\n"],
+)
+def test_a_value_that_yaml_trips_over_is_one_line(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "my.yaml"
+    path.write_text(text)
+    assert "not readable as YAML" in refusal(path)
+
+
+def test_values_too_long_to_show_are_cut(tmp_path: Path) -> None:
+    assert len(refusal(ema="x" * 10**6)) < 2000
+    assert "an integer of 16610 bits" in refusal(recompile_budget=-(10**5000))
+    assert "File name too long" in refusal("x" * 5000)
+
+
+def test_a_path_with_a_null_character() -> None:
+    for name in ("plan", "cache_dir"):
+        assert refusal(**{name: "a\0b"}).startswith(f"{name}=")

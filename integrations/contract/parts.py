@@ -235,6 +235,13 @@ class Files(Protocol):
     def drop_sidecars(self, checkpoint: Path, keep: Path | None = None) -> None:
         """Remove the extra state of earlier writes of this checkpoint, apart from `keep`."""
 
+    def read_plain(self, path: Path) -> Any:
+        """Plain values and tensors of a file that may be a stranger's.
+
+        Raises:
+            ValueError: it cannot be read, in a few words that do not name it.
+        """
+
     def seed_everything(self, seed: int) -> None:
         """Seed Python's, NumPy's and torch's generators."""
 

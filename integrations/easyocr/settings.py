@@ -7,15 +7,16 @@ fiducial points) and `workers` beyond what the loader can use.
 from __future__ import annotations
 
 import difflib
+import errno
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from integrations.easyocr.errors import EasyOCRError
+from integrations.shared.yaml_file import UnreadableYaml, read_yaml
 
 
 def _number(value: Any) -> Any:
@@ -43,8 +44,14 @@ def home(value: Any) -> Any:
 
 
 def _file(value: Any) -> Any:
-    if isinstance(value, str) and "\0" in value:
-        raise ValueError("a path; none holds a null character")
+    if isinstance(value, str):
+        try:
+            os.stat(home(value))  # noqa: PTH116 - of a text, as above
+        except OSError as error:  # whether it is there is for who opens it
+            if error.errno == errno.ENAMETOOLONG:
+                raise ValueError("a path; no file has a name so long") from None
+        except ValueError:  # a null character, half a character
+            raise ValueError("a path; no file has this name") from None
     return home(value)
 
 
@@ -99,7 +106,7 @@ class Settings(BaseModel):
     lang_char: Text | None = None
     sensitive: bool = True
     # run
-    experiment_name: str = "easyocr"
+    experiment_name: str = "my_recognizer"
     manualSeed: Whole = Field(1111, ge=0, lt=2**63)
     workers: Whole = Field(0, ge=0)
     batch_size: Count = 32
@@ -239,17 +246,15 @@ def read_settings(
 
 
 def _load(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        found = "is a folder" if path.is_dir() else "no such file"
-        raise EasyOCRError(f"config={path}: {found}; expected the official trainer's yaml")
     try:
-        text = path.read_text(encoding="utf-8-sig")
-        values, written = yaml.safe_load(text), yaml.load(text, Loader=yaml.BaseLoader)
+        if not path.is_file():
+            found = "is a folder" if path.is_dir() else "no such file"
+            raise EasyOCRError(f"config={path}: {found}; expected the official trainer's yaml")
+        values, written = read_yaml(path)
+    except UnreadableYaml as error:
+        raise EasyOCRError(f"config={path}: not readable as YAML: {error}") from None
     except OSError as error:
         raise EasyOCRError(f"config={path}: {error.strerror}") from None
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: not UTF-8, a date that is none, an endless number
-        why = " ".join(str(error).split())
-        raise EasyOCRError(f"config={path}: not readable as YAML: {why[:300]}") from None
     if not isinstance(values, dict):
         raise EasyOCRError(f"config={path}: holds {type(values).__name__}, expected a mapping of key: value")
     # Characters are taken as written: YAML would read `number: 01234567` as an octal number.

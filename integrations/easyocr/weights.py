@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from torch import Tensor, nn
 
 from integrations.easyocr.errors import EasyOCRError
+from integrations.shared.yaml_file import UnreadableYaml, read_yaml
 
 PREFIX = "module."
 HEAD = ("Prediction.weight", "Prediction.bias")
@@ -58,6 +58,9 @@ def _parameters(saved: Any, path: Path) -> dict[str, Tensor]:
         state = {**saved["model"], **(average["shadow"] if isinstance(average, dict) and "shadow" in average else {})}
     if not isinstance(state, dict) or not state or not all(isinstance(value, Tensor) for value in state.values()):
         raise EasyOCRError(f"saved_model={path}: expected a flat mapping of parameter name: tensor")
+    posing = next((n for n, v in state.items() if v.numel() * v.element_size() > v.untyped_storage().nbytes()), None)
+    if posing is not None:
+        raise EasyOCRError(f"saved_model={path}: {posing} has fewer values than its shape; expected trained weights")
     broken = next((n for n, v in state.items() if v.is_floating_point() and not v.isfinite().all()), None)
     if broken is not None:
         raise EasyOCRError(f"saved_model={path}: {broken} holds values that are not finite; expected trained weights")
@@ -127,8 +130,8 @@ def _characters_of_yaml(path: Path) -> str | None:
     if not path.is_file():
         return None
     try:
-        written = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError, OSError):
+        written, _ = read_yaml(path)
+    except (UnreadableYaml, OSError):
         raise EasyOCRError(
             f"{path}: not readable as YAML; expected the character_list of saved_model, or saved_characters instead"
         ) from None

@@ -35,12 +35,12 @@ def problems(folder: Path) -> list[str]:
         json.loads((folder / TRAINER_STATE).read_text())
     except FileNotFoundError:
         found.append(f"{TRAINER_STATE} is missing")
-    except ValueError:
+    except (ValueError, RecursionError):
         found.append(f"{TRAINER_STATE} is cut off")
     weights = [folder / name for name in _WEIGHTS if (folder / name).is_file()]
     weights += folder.glob("model-*-of-*.safetensors")
     for index in folder.glob("*.index.json"):
-        with suppress(ValueError, KeyError):
+        with suppress(ValueError, KeyError, TypeError, AttributeError, RecursionError):  # no index of the host's
             found += [
                 f"{name} is missing"
                 for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))
@@ -139,8 +139,12 @@ def _safetensors_complete(path: Path) -> bool:
         length = int.from_bytes(file.read(8), "little")
         if length > size - 8:
             return False
-        header = json.loads(file.read(length))
-    return size == 8 + length + max((t["data_offsets"][1] for n, t in header.items() if n != "__metadata__"), default=0)
+        try:
+            header = json.loads(file.read(length))
+            ends = [int(t["data_offsets"][1]) for name, t in header.items() if name != "__metadata__"]
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError):
+            return False
+    return size == 8 + length + max(ends, default=0)
 
 
 def _flush(path: Path) -> None:

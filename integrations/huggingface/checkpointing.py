@@ -11,6 +11,7 @@ import torch
 from integrations.contract import RunState, Session, WeightAverage
 from integrations.huggingface import checkpoint_folders, versions
 from integrations.huggingface.patches import Held, of_host
+from integrations.refusal import UnsupportedRun
 
 
 class Saving:
@@ -93,16 +94,20 @@ class Saving:
             if self.average is not None:
                 self.session.warn(f"{checkpoint.name} was saved without ema; the average starts from its weights")
             return
-        state = torch.load(path, map_location="cpu", weights_only=True)
-        self._run_state().load_state_dict(state)
-        if not state["raw"]:
+        try:
+            state = self.session.files.read_plain(path)
+            self._run_state().load_state_dict(state)
+            raw = dict(state["raw"])
+        except Exception as error:  # a stranger's file may lack anything
+            raise UnsupportedRun(f"{path}: damaged ({type(error).__name__}: {str(error)[:200]})") from error
+        if not raw:
             return
         if self.average is not None:
-            self.average.resume(state["raw"], state["average_updates"])
+            self.average.resume(raw, state["average_updates"])
             return
         self.session.warn(f"{checkpoint.name} holds averaged weights and ema is off: its raw weights are taken")
         model = self.trainer.accelerator.unwrap_model(self.trainer.model)
         live = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         with torch.no_grad():
-            for name, tensor in state["raw"].items():
+            for name, tensor in raw.items():
                 live[name].copy_(tensor)

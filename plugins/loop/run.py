@@ -137,12 +137,15 @@ class LoopRun(ABC):
         Raises:
             AccelError: a missing, damaged or foreign file, or one of another model; nothing is changed then.
         """
-        state = loop_checkpoint.belonging(Path(path), self.session, self.scheduler)
+        with loop_checkpoint.damage_named(Path(path)):
+            state = loop_checkpoint.belonging(Path(path), self.session, self.scheduler)
         if state.get("tuned"):
             self._tuning.measure()
-        self._step.load(state)
+        with loop_checkpoint.damage_named(Path(path)):
+            self._step.load(state)
         self._tuning.resume()
-        checkpoint.set_random_state(state["random"])
+        with loop_checkpoint.damage_named(Path(path)):
+            checkpoint.set_random_state(state["random"])
         return dict(state["extra"])
 
     def end(self, folder: str | Path | None = None) -> Path | None:

@@ -6,6 +6,7 @@ before the first is put in its place.
 
 from __future__ import annotations
 
+import gzip
 import io
 import os
 import tarfile
@@ -15,6 +16,11 @@ from pathlib import Path, PurePosixPath
 
 from plugins.core.autotune.plan_cache import ENTRIES, CacheError, PlanCache
 from plugins.core.checkpoint.atomic_file import write_atomically
+
+PACKED = 100  # times its size that a pack may unpack to: code packs to a fifth
+SMALL = 2**24  # bytes that any pack may unpack to
+PIECE = 2**20  # bytes of one read; tarfile copies in far smaller ones
+MEMBERS = 50_000
 
 
 def export(memory: PlanCache, target: Path) -> int:
@@ -39,8 +45,12 @@ def load(memory: PlanCache, source: Path) -> int:
             nothing is written then.
     """
     try:
-        with tarfile.open(source, mode="r:gz") as pack:
-            members = [_ours(member, memory.folder, source) for member in pack.getmembers()]
+        with gzip.open(source) as stream, tarfile.open(fileobj=_Bounded(stream, source), mode="r:") as pack:
+            members = []
+            for member in pack:
+                members.append(_ours(member, memory.folder, source))
+                if len(members) > MEMBERS:
+                    raise CacheError(f"{source}: holds over {MEMBERS} files; nothing was imported")
             names = list(dict.fromkeys(member.name for member in members if member.isfile()))
             if not names:
                 raise CacheError(f"{source}: holds no plan and no code; nothing was imported")
@@ -59,6 +69,33 @@ def load(memory: PlanCache, source: Path) -> int:
             f"{source}: cannot be imported: {(str(error) or type(error).__name__).splitlines()[0]}"
         ) from None
     return len(names)
+
+
+class _Bounded:
+    """The unpacked bytes of a pack, which are no bomb: not far more than its own size, and read in small pieces.
+
+    `tarfile` takes a header's word for how much to read at once.
+    """
+
+    def __init__(self, stream: gzip.GzipFile, source: Path) -> None:
+        self.stream, self.source = stream, source
+        self.most = max(PACKED * source.stat().st_size, SMALL)
+
+    def read(self, size: int) -> bytes:
+        if size > PIECE or self.stream.tell() + size > self.most + PIECE:
+            raise self._bomb()
+        return self.stream.read(size)
+
+    def seek(self, at: int) -> int:
+        if at > self.most + PIECE:
+            raise self._bomb()
+        return self.stream.seek(at)
+
+    def tell(self) -> int:
+        return self.stream.tell()
+
+    def _bomb(self) -> CacheError:
+        return CacheError(f"{self.source}: unpacks to far more than its size; nothing was imported")
 
 
 def _ours(member: tarfile.TarInfo, folder: Path, source: Path) -> tarfile.TarInfo:

@@ -12,6 +12,7 @@ from plugins.core.plan import Plan
 if TYPE_CHECKING:
     from typing_extensions import Self  # in typing from Python 3.11
 
+LARGEST = 2**26  # bytes of a record or a report
 SHOWN = 200  # characters of a mistake: the value in it may be a whole file
 
 AnyPlan = Annotated[Plan, PlainValidator(Plan.from_dict)]
@@ -26,9 +27,18 @@ class Record(BaseModel):
     def read(cls, path: Path) -> Self:
         """Raises OSError, or ValueError with one line that names the field."""
         try:
-            return cls.model_validate_json(path.read_bytes())
+            return cls.model_validate_json(read_bounded(path))
         except ValidationError as error:
             raise ValueError(one_line(error)) from None
+
+
+def read_bounded(path: Path) -> bytes:
+    """A file's bytes; of one that is larger than any that is written here, ValueError."""
+    with path.open("rb") as file:
+        data = file.read(LARGEST + 1)
+    if len(data) > LARGEST:
+        raise ValueError(f"over {LARGEST >> 20} MiB")
+    return data
 
 
 def one_line(error: ValidationError) -> str:

@@ -2,12 +2,14 @@
 
 from plugins.core.checkpoint.atomic_file import AtomicPath, on_cpu, sweep, write_atomically
 from plugins.core.checkpoint.module_names import clean_key, load_own_state, own_name, own_state, unwrap
+from plugins.core.checkpoint.plain_file import NotPlain, read_plain
 from plugins.core.checkpoint.rng_state import random_state, seed_everything, set_random_state
 from plugins.core.checkpoint.sidecar import DamagedState, drop_sidecars, load_sidecar, save_sidecar, sidecar_path
 
 __all__ = [
     "AtomicPath",
     "DamagedState",
+    "NotPlain",
     "clean_key",
     "drop_sidecars",
     "load_own_state",
@@ -16,6 +18,7 @@ __all__ = [
     "own_name",
     "own_state",
     "random_state",
+    "read_plain",
     "save_sidecar",
     "seed_everything",
     "set_random_state",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -11,6 +13,7 @@ from torch import Tensor, nn
 
 from plugins.core.checkpoint.atomic_file import on_cpu, write_atomically
 from plugins.core.checkpoint.module_names import own_state
+from plugins.core.checkpoint.plain_file import NotPlain, read_plain
 from plugins.errors import AccelError
 
 SCHEMA = 1
@@ -66,15 +69,14 @@ def read(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise AccelError(f"{path}: no such file; expected a checkpoint that `save` wrote")
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:
-        why = type(error).__name__  # torch's own text is several lines of advice
-        raise AccelError(f"{path}: not readable as a checkpoint ({why})") from None
+        state = read_plain(path)
+    except NotPlain as error:
+        raise AccelError(f"{path}: not readable as a checkpoint ({error})") from None
     if not isinstance(state, dict) or state.get("accel") != SCHEMA:
         raise AccelError(f"{path}: not a checkpoint of schema {SCHEMA} that `save` wrote")
     if odd := [name for name, kind in STATE.items() if not isinstance(state.get(name), kind)]:
         raise AccelError(f"{path}: damaged: {odd[0]} is {type(state.get(odd[0])).__name__}")
-    return state
+    return dict(state)
 
 
 def kinds(optimizer: torch.optim.Optimizer, scheduler: Any) -> dict[str, str]:
@@ -109,6 +111,21 @@ def belonging(path: Path, session: Run, scheduler: Any) -> dict[str, Any]:
         saved_how = "with" if state["average"] else "without"
         raise AccelError(f"ema={session.config.ema}: {path} was saved {saved_how} an EMA; resume with the same setting")
     return state
+
+
+@contextmanager
+def damage_named(path: Path) -> Iterator[None]:
+    """Inside, what is read from `path` may lack anything: that is one line, and no traceback.
+
+    Raises:
+        AccelError
+    """
+    try:
+        yield
+    except AccelError:
+        raise
+    except Exception as error:
+        raise AccelError(f"{path}: damaged: {type(error).__name__}: {str(error)[:200]}") from error
 
 
 def check_plain(extra: dict[str, Any]) -> None:

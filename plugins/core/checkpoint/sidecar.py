@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from plugins.core.checkpoint.atomic_file import on_cpu, write_atomically
+from plugins.core.checkpoint.plain_file import NotPlain, read_plain
 from plugins.errors import AccelError
 
 SUFFIX = ".accel"
@@ -62,8 +63,10 @@ def load_sidecar(checkpoint: Path) -> dict[str, Any] | None:
     if not target.is_file():
         return None
     try:
-        state = torch.load(target, map_location="cpu", weights_only=True)
+        state = read_plain(target)
         return dict(state) if state["checkpoint"] == identity else None
+    except NotPlain as error:
+        raise DamagedState(f"{target}: damaged ({error})") from None
     except Exception as error:
         raise DamagedState(f"{target}: damaged ({type(error).__name__})") from None
 
