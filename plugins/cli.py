@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from plugins.errors import AccelError
+from plugins.find_batch.command_line import find_batch
 
 if TYPE_CHECKING:
     from plugins.core.autotune.plan_cache import PlanCache
@@ -166,6 +167,9 @@ def repair(
     for old, new in found.renamed.items():
         print(f"{old} -> {new}")
     print(f"{found.path}: {len(found.renamed)} names cleaned")
+
+
+app.command("find-batch")(find_batch)
 
 
 def _console() -> Console:

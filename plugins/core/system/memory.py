@@ -89,6 +89,17 @@ def free_gib(device: torch.device) -> float:
     return float(min(psutil.virtual_memory().available, _left_of_container()) / GIB)
 
 
+def total_gib(device: torch.device) -> float:
+    """All that processes may hold on this device: its own memory, or this machine's and its container's."""
+    if (total := devices.total(device)) is not None:
+        return total / GIB
+    limits = [float(psutil.virtual_memory().total)]
+    for group, limit, _, _ in _groups():
+        with contextlib.suppress(OSError, ValueError):  # no such group, or `max`: no limit
+            limits.append(int((group / limit).read_text()))
+    return min(limits) / GIB
+
+
 def _left_of_container() -> float:
     """Bytes below the limit of this process's control group, or of one that holds it; cached files can go."""
     left = math.inf
