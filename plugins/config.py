@@ -17,6 +17,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, mo
 from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
 
 from plugins.errors import AccelError
+from plugins.trial_run import request as trial
 
 ENV_PREFIX = "ACCEL_"
 CONFIG_VARIABLE = "ACCEL_CONFIG"  # names the file, as `config` does
@@ -158,9 +159,8 @@ class AccelConfig(BaseSettings):
 
     def __init__(self, config: str | Path | None = None, **options: Any) -> None:
         try:
-            super().__init__(
-                **{**_read_file(config or os.environ.get(CONFIG_VARIABLE) or None), **_read_env(), **options}
-            )
+            named = _read_file(config or os.environ.get(CONFIG_VARIABLE) or None)
+            super().__init__(**trial.laid_over({**named, **_read_env(), **options}))
         except ValidationError as error:
             raise AccelError(_one_line(error)) from None
 
@@ -221,7 +221,7 @@ def _read_file(config: str | Path | None) -> dict[str, Any]:
 def _read_env() -> dict[str, str]:
     found, names = {}, _names()
     for key, value in os.environ.items():
-        if key.startswith(ENV_PREFIX) and key != CONFIG_VARIABLE:
+        if key.startswith(ENV_PREFIX) and key not in (CONFIG_VARIABLE, trial.VARIABLE):
             name = key[len(ENV_PREFIX) :].lower()
             if name not in names:
                 raise AccelError(_unknown(name, f"{key}={value}"))

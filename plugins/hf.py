@@ -14,10 +14,12 @@ from transformers import TrainerCallback
 from integrations.contract import NewSession, Session
 from integrations.huggingface.adapter import Adapter
 from integrations.huggingface.frames import adding_trainer, find_trainer
+from integrations.huggingface.trial import limit
 from plugins.config import AccelConfig
 from plugins.core.autotune.plan_file import check_plan_file
 from plugins.errors import AccelError, refusals_as_errors
 from plugins.host_tools import host_tools
+from plugins.trial_run import request as trial
 
 logger = logging.getLogger("plugins")
 
@@ -112,6 +114,8 @@ class AccelCallback(TrainerCallback):
             return
         self.detach()
         check_plan_file(self.config)
+        if (asked := trial.current()) is not None:
+            limit(trainer, asked.run_folder, asked.micro_batch, bool(set(trial.CONTRADICTING) & asked.settings.keys()))
         tools = host_tools(
             self.config, "huggingface", logger.warning, ("transformers", "accelerate", "datasets", "peft")
         )

@@ -17,6 +17,7 @@ from plugins.core.autotune.plan_file import Start
 from plugins.core.session import RunSpec, Session
 from plugins.core.step.batchnorm import reestimate
 from plugins.core.step.ema import EMA
+from plugins.trial_run.child import watched
 
 
 def host_tools(config: AccelConfig, host: str, say: Callable[[str], None], packages: tuple[str, ...] = ()) -> HostTools:
@@ -30,7 +31,7 @@ def host_tools(config: AccelConfig, host: str, say: Callable[[str], None], packa
     """
 
     def new_session(model: nn.Module, optimizer: torch.optim.Optimizer, **built: Any) -> SessionContract:
-        return Session(RunSpec(config, host, model, optimizer, say=say, packages=packages, **built))
+        return watched(Session(RunSpec(config, host, model, optimizer, say=say, packages=packages, **built)))
 
     build: NewSession = new_session
     return HostTools(

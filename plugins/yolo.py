@@ -14,6 +14,7 @@ from typing import Any
 
 from plugins.config import AccelConfig
 from plugins.errors import AccelError, refusals_as_errors
+from plugins.trial_run import request as trial
 
 HOST = "ultralytics"
 HOST_BATCH = 16  # of a command that gives none
@@ -117,6 +118,15 @@ def configure(options: Mapping[str, Any], host_args: Mapping[str, Any] | None = 
     return {**callbacks, "on_pretrain_routine_end": begin}
 
 
+def host_arguments() -> dict[str, Any]:
+    """Arguments of the host's that a trial changes, where this process is one; laid over those of its command."""
+    request = trial.current()
+    if request is None:
+        return {}
+    size = {} if request.micro_batch is None else {"batch": request.micro_batch}
+    return {"project": str(request.folder.absolute()), "name": request.run_folder.name, "exist_ok": True, **size}
+
+
 def check(config: AccelConfig, host_args: Mapping[str, Any]) -> None:
     """Contradictions between the settings and the host's arguments.
 
@@ -176,7 +186,14 @@ def attach(model: Any, **options: Any) -> Any:
         # First: what users' callbacks set, also on a resume, comes after what is put back here, as with the host.
         model.callbacks[event] = [function, *kept]
     model.tune = partial(_tune, model)
+    if host_arguments():
+        model.train = partial(_train, model)
     return model
+
+
+def _train(model: Any, *args: Any, **kwargs: Any) -> Any:
+    """The host's own `train`, as a trial changes it."""
+    return type(model).train(model, *args, **{**kwargs, **host_arguments()})
 
 
 def _tune(model: Any, use_ray: bool = False, *args: Any, **kwargs: Any) -> Any:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from integrations.contract.parts import Average, Config, Files, Outcome, Report, RunState, Scalar, Window
 
@@ -89,6 +89,9 @@ class Session(Protocol):
 
     def share(self, group: str = "") -> Scalar:
         """The weight of a term that accumulation cannot make exact, so that it keeps its host's own size."""
+
+    def loss(self, value: Tensor, weight: Scalar = 1.0) -> None:
+        """The loss of the micro-batch at hand, for who looks at the run: 0-dim, a mean over `weight` targets."""
 
     def idle(self) -> None:
         """The micro-batch is over; what follows until the next is waiting for data."""

@@ -261,6 +261,8 @@ class Losses:
 
     def _noted(self, found: Any) -> Any:
         self._window.losses.append((self._window.at, _loss(found).detach()))
+        if self.session is not None:
+            self.session.loss(_loss(found), self._count or 1)
         return found
 
     def not_finite(self) -> list[int]:

@@ -132,6 +132,7 @@ class Adapter:
         """on_before_backward: the host's 1/K goes, our weight comes; ranks' gradients are averaged, and add up."""
         if not loss.requires_grad:
             return
+        self.session.loss(loss, self._weight)
         weighted = self.session.window.weighted
         ranks = self.trainer.world_size if weighted else 1
         host_share = self.trainer.accumulate_grad_batches if weighted else 1

@@ -41,7 +41,7 @@ def run(host: Callable[[], object], default_modules: Sequence[str] = ()) -> obje
         callbacks = load(command)
     except CommandError as error:
         _fail(error)
-    sys.argv[1:] = command.argv
+    sys.argv[1:] = [*command.argv, *_laid_over(command)]
     with on_every_model(callbacks):
         try:
             return host()
@@ -155,6 +155,13 @@ def _checked(name: str, callbacks: object) -> Iterator[tuple[str, list[Callback]
             if not callable(function):
                 raise CommandError(f"callbacks={name}: {event} holds {function!r}; {expected}")
         yield event, functions
+
+
+def _laid_over(command: Command) -> Iterator[str]:
+    """What the modules lay over the host's own arguments, by a function `host_arguments`; the last one wins."""
+    for name in command.modules if command.host_args.get("mode") == "train" else ():
+        for key, value in getattr(_import(name), "host_arguments", dict)().items():
+            yield f"{key}={value}"
 
 
 def _file(module: ModuleType | None) -> str:

@@ -138,6 +138,8 @@ class Losses:
         weighed, self._weighed = self._weighed, None
         if not torch.is_grad_enabled():
             return value, items
+        terms = [torch.as_tensor(v).detach().sum() for v in (items.values() if isinstance(items, Mapping) else [items])]
+        self.session.loss(sum(terms[1:], terms[0]), len(batch["img"]))
         if self._count is not None:
             return value * self.session.mean(self._count(batch)), items
         if weighed is None or value is weighed or self.groups:

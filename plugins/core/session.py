@@ -44,7 +44,7 @@ class Session:
         self.config, self.model, self.device, self._ended = config, model, device, False
         self.recorder = recorder = Recorder(config, spec.host, device, spec.say, spec.packages)
         self.report, self.metrics = recorder.report, recorder.metrics
-        self.warn, self.approximate = recorder.warn, recorder.approximate
+        self.warn, self.approximate, self.loss = recorder.warn, recorder.approximate, recorder.loss
         self.series, self.shape, self.none_finite = self.metrics.series, self.metrics.shape, self.metrics.none_finite
         self.window = Window(spec.size, exact=config.normalise == "exact")
         self.window.expected = spec.size or spec.expected
@@ -157,7 +157,7 @@ class Session:
     def arrived(self, expected: int | None = None) -> None:
         """A micro-batch came from the loader; it is counted by `count`, once it is sure that it has a backward."""
         first = self.window.empty
-        self.metrics.arrived(first)
+        self.recorder.arrived(first)
         if first:
             self.statistics.keep()
             self.compilation.preallocate()  # what a host dropped: after a skipped step, or an error
@@ -247,11 +247,8 @@ class Session:
     def validation(self) -> Iterator[None]:
         """At `validate=eager` calls of the live model run eagerly inside, and add no graph to training's."""
         eager = self.compilation.paused() if self.config.validate_ == "eager" else nullcontext()
-        try:
-            with eager, self.monitor.in_phase("validation"):
-                yield
-        finally:
-            self.metrics.not_waiting()
+        with eager, self.monitor.in_phase("validation"), self.recorder.validating():
+            yield
 
     def run_state(self) -> RunState:
         """What a resume needs; a host leaves out the fields that its own checkpoint holds."""
@@ -290,7 +287,7 @@ class Session:
     def _undo(self) -> None:
         self.compilation.end()
         self.statistics.undo()
-        self.recorder.freed.release()
+        self.recorder.end()
 
     def _sum_up(self) -> None:
         self.compilation.sum_up()

@@ -26,6 +26,7 @@ from plugins.core.checkpoint.run_lock import FolderInUse, run_lock
 from plugins.core.system.distributed import joined
 from plugins.easyocr import training
 from plugins.errors import AccelError, refusals_as_errors
+from plugins.trial_run import request as trial
 
 __all__ = ["Result", "fit"]
 
@@ -60,6 +61,7 @@ def fit(
     Raises:
         AccelError: one line that names the file or key, the value and what is allowed; nothing is written then.
     """
+    options |= _of_trial()
     fields = {f.alias or name for name, f in AccelConfig.model_fields.items()}
     with refusals_as_errors():
         settings, accel = read_settings(config, fields, **{k: v for k, v in options.items() if k not in fields})
@@ -89,6 +91,15 @@ def fit(
             return training.Run(prepared, chosen, rank, say).train(start, own)
     except FolderInUse as error:
         raise AccelError(f"output={error}") from None
+
+
+def _of_trial() -> dict[str, Any]:
+    """Keys of the yaml that a trial changes, where this process is one."""
+    request = trial.current()
+    if request is None:
+        return {}
+    size = {} if request.micro_batch is None else {"batch_size": request.micro_batch}
+    return {"output": str(request.run_folder), "progress": False, **size}
 
 
 def _config(options: dict[str, Any]) -> AccelConfig:

@@ -51,6 +51,8 @@ from plugins.loop.micro_batches import LoopStep
 from plugins.loop.replay import Replay
 from plugins.loop.run import LoopRun
 from plugins.loop.tuning import LoopTuning, by_rule, may_measure, scale_rate, settings
+from plugins.trial_run import loop as trial
+from plugins.trial_run.child import watched
 
 
 class Accelerated(LoopRun, DeprecatedNames):
@@ -105,6 +107,7 @@ class Accelerated(LoopRun, DeprecatedNames):
         self.world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
         if self.config.seed != "host":
             checkpoint.seed_everything(int(self.config.seed))
+        micro_batch = trial.micro_batch(micro_batch)
         self.accumulate = self._micro_batches_an_update(micro_batch)
         scale_rate(self.config, optimizer, self.accumulate)
         self.scheduler = schedule(optimizer) if schedule is not None else None
@@ -137,7 +140,7 @@ class Accelerated(LoopRun, DeprecatedNames):
             sync=self.world > 1,
             say=say,
         )
-        self.session: contract.Session = Session(spec)
+        self.session: contract.Session = watched(Session(spec))
         self._step = LoopStep(self.session, self.scheduler, self.world)
         self._tuning = LoopTuning(self.config, self.session, self.layout, Replay(self._bare, self.place), measured)
         if self.world > 1:
@@ -168,6 +171,7 @@ class Accelerated(LoopRun, DeprecatedNames):
             epochs_left: how often it is still gone through, this time included: how long there is to win a trial back.
         """
         self._tuning.measure()
+        loader = trial.loader(loader)
         for index, batch in enumerate(loader):
             self._tuning.left(loader, epochs_left, done=index)
             yield self.place(batch)

@@ -75,6 +75,7 @@ class LoopStep:
             factor = factor * self.world  # the core averages gradients over ranks; the big batch's are their sum
         for part, targets in [(loss, weight)] if isinstance(loss, Tensor) else loss:
             share = factor if targets is weight else factor * (targets / weight)
+            self.session.loss(part, targets)
             weighted = part * share if isinstance(share, Tensor) or share != 1.0 else part
             (scaler.scale(weighted) if scaler is not None else weighted).backward()
 

@@ -20,6 +20,7 @@ from plugins.core.checkpoint import loop_checkpoint
 from plugins.core.step.ema import EMA
 from plugins.loop.micro_batches import LoopStep
 from plugins.loop.tuning import LoopTuning
+from plugins.trial_run import loop as trial
 
 
 class LoopRun(ABC):
@@ -94,8 +95,8 @@ class LoopRun(ABC):
         live = self.average.unswapped() if self.average is not None else nullcontext()  # also inside `validation`
         with live, self._step.gradients_inside():
             opened = {"tuned": True} if self._tuning.opened else {}
-            loop_checkpoint.save(Path(path), self.session, self.scheduler, extra=extra, **opened)
-        return Path(path)
+            loop_checkpoint.save(target := trial.file(path), self.session, self.scheduler, extra=extra, **opened)
+        return target
 
     def resume(self, path: str | Path) -> dict[str, Any]:
         """Go on where `save` stopped, random state included.
@@ -126,7 +127,7 @@ class LoopRun(ABC):
         Returns:
             The path of accel_report.json, or None where none was written.
         """
-        return self.session.end(Path(folder) if folder is not None else None)
+        return self.session.end(trial.folder(folder))
 
     def __enter__(self) -> Self:
         return self

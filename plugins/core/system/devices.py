@@ -127,6 +127,13 @@ def total(device: torch.device) -> int | None:
     return int(found[1]) if found is not None else None
 
 
+def limit(device: torch.device, most: int) -> None:
+    """Lets this process take at most so many bytes of the device; nothing where the device cannot be asked to."""
+    found = _ask(device, "mem_get_info", None, device) if device.type != "cpu" else None
+    if found is not None:
+        _ask(device, "set_per_process_memory_fraction", None, min(most / found[1], 1.0), device)
+
+
 # -- what they can do --------------------------------------------------------------------------------------------
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from plugins.config import AccelConfig
 from plugins.core.step.batchnorm import SMALL_MICRO_BATCH, Statistics
@@ -14,6 +15,7 @@ from plugins.core.step.update import Outcome
 from plugins.core.system import devices
 from plugins.core.system.malloc import FreedMemory
 from plugins.core.system.memory import Peaks, in_use_gib
+from plugins.core.telemetry.observer import Observer
 from plugins.core.telemetry.report import Report, versions
 from plugins.core.telemetry.step_metrics import StepMetrics
 
@@ -46,6 +48,7 @@ class Recorder:
         self.report = Report(host, config.dump(), versions=versions(*packages), device=devices.name(device))
         self.peaks, self.freed = Peaks(device), FreedMemory(device)
         self.metrics = StepMetrics()
+        self.observer = Observer()
 
     def warn(self, text: str) -> None:
         """Tell the user, and keep the line in the report; the same text only once."""
@@ -83,8 +86,27 @@ class Recorder:
         facts = self.report.window
         facts.accumulate, facts.micro_batch = micro_batches, micro_batch
         facts.effective_batch = micro_batches * micro_batch
+        self.observer.resized(micro_batch)
 
     # -- while it runs --------------------------------------------------------------------------------------------
+
+    def arrived(self, first: bool) -> None:
+        """A micro-batch came from the loader; `first` of its window."""
+        self.metrics.arrived(first)
+        self.observer.arrived(first)
+
+    def loss(self, value: Tensor, weight: float | Tensor = 1.0) -> None:
+        """The loss of the micro-batch at hand, a mean over `weight` targets."""
+        self.observer.loss(value, weight)
+
+    @contextmanager
+    def validating(self) -> Iterator[None]:
+        """Validation runs inside; its time is no waiting for data."""
+        try:
+            with self.observer.validating():
+                yield
+        finally:
+            self.metrics.not_waiting()
 
     @property
     def updates(self) -> int:
@@ -122,6 +144,7 @@ class Recorder:
             )
         self.peaks.update_done()
         self.freed.update_done(self.peaks.first_gib or 0.0)
+        self.observer.closed(outcome)
 
     def state_dict(self) -> dict[str, int]:
         """What was counted so far, for a checkpoint; a resumed run goes on from it."""
@@ -145,3 +168,8 @@ class Recorder:
         report.memory.first_step_peak_gib, report.memory.steady_peak_gib = peaks.first_gib, peaks.steady_gib
         if average is not None:
             report.ema.updates = int(getattr(average, "updates", 0))
+
+    def end(self) -> None:
+        """The run is over: let go of what was held for it."""
+        self.freed.release()
+        self.observer.ended()
