@@ -57,7 +57,7 @@ class Found:
     def verdict_of(self, one: Tried) -> str:
         """Of one step of the rescue."""
         if one.measured is None:
-            return f"needs {' or '.join(one.step.needs)}"
+            return one.why
         if one.measured.fits(self.limit_gib):
             return "fits"
         return "too much" if one.kept else "no help, left out"

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 FLAT = 1e-6  # GiB a sample; below this a peak does not grow
+ROUNDING = 1e-6  # samples
 APART = 0.75  # two micro-batches nearer to each other than this differ by what one run differs from the next
 
 
@@ -36,7 +37,7 @@ class Forecast:
         """The largest micro-batch up to `most` whose peak stays within the limit; 0 where not even one sample does."""
         if self.sample_gib <= FLAT:
             return most if self.base_gib <= limit_gib else 0
-        return max(0, min(most, math.floor((limit_gib - self.base_gib) / self.sample_gib)))
+        return max(0, min(most, math.floor((limit_gib - self.base_gib) / self.sample_gib + ROUNDING)))
 
 
 def fit(peaks: Mapping[int, float]) -> Forecast:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from plugins.errors import AccelError
 from plugins.find_batch.search import Measurement, Outcome
 
 HELPS = 0.99  # of the peak before: a step that takes off less is not kept
@@ -70,11 +71,19 @@ STEPS = (
 
 @dataclass(frozen=True)
 class Tried:
-    """A step, and what was measured with it and with those kept before it; None where it cannot be taken here."""
+    """A step, and what was measured with it and with those kept before it.
+
+    Attributes:
+        step: which.
+        measured: None where it cannot be taken here.
+        kept: whether the answer needs it.
+        why: it was not measured.
+    """
 
     step: Step
     measured: Measurement | None
     kept: bool
+    why: str = ""
 
 
 MeasureStep = Callable[[Sequence[Step]], Measurement]
@@ -97,9 +106,15 @@ def rescue(measure: MeasureStep, limit_gib: float, steps: Sequence[Step] = STEPS
     peak: float | None = None
     for step in steps:
         if step.missing:
-            tried.append(Tried(step, None, kept=False))
+            tried.append(Tried(step, None, kept=False, why=f"needs {' or '.join(step.needs)}"))
             continue
-        found = measure([*kept, step])
+        try:
+            found = measure([*kept, step])
+        except AccelError as error:
+            if not kept:  # nothing runs at all
+                raise
+            tried.append(Tried(step, None, kept=False, why=str(error)))
+            continue
         sized = "accumulate" in step.settings
         helps = sized or _helps(found, peak)
         tried.append(Tried(step, found, helps))

@@ -20,8 +20,9 @@ MARGIN = 0.02  # of the limit: what one run differs from the next
 CLOSE = 0.04  # of the micro-batch: more than this may still be gained, or the search ends
 SURE = 0.08  # of the limit: a forecast so much above it needs no measurement
 FIRST, SECOND = 2, 4  # the first micro-batch measured (BatchNorm cannot train on one sample), and its multiple
-CLEAR = 0.05  # of the limit: growth below this may be noise, and is no reason to go further than
-CAREFUL = 16  # times the largest micro-batch that fits
+CLEAR = 0.05  # of the limit: growth below this may be noise, and is no reason to go far; after n measurements
+CAREFUL = 3  # to the power of n, times the largest micro-batch that fits
+NEAR = 3  # times what fits: a line reaches so far, and only a little less has to be tried than what went over
 
 
 class Outcome(Enum):
@@ -125,14 +126,20 @@ class Search:
             return self._at(largest * SECOND, nearest, high)
         aimed = line.largest(self.usable_gib, self.candidates[-1])
         if line.sample_gib * largest < CLEAR * self.limit_gib:
-            aimed = min(aimed, largest * CAREFUL)
+            aimed = min(aimed, largest * CAREFUL ** len(self.measured))
         if aimed < self.candidates[nearest]:
             sure = line.peak_gib(self.candidates[nearest]) > self.limit_gib * (1 + SURE)
             return None if sure or not self.exact else nearest
         if aimed >= self.candidates[high - 1] and over is not None:  # the line was too hopeful
-            near = 2 / 3 if len(self.measured) < MOST_RUNS // 2 else 1 / 2
-            aimed = math.floor(largest ** (1 - near) * over**near)
+            aimed = self._below(over, largest)
         return self._at(aimed, nearest, high)
+
+    def _below(self, over: int, largest: int) -> int:
+        """Between what went over and what fits: the nearer to the former, the more the line is trusted."""
+        fits = [one.fits(self.usable_gib) for one in reversed(self.measured)]
+        if fits.index(True) > 1:  # the line has failed more than once
+            return math.isqrt(over * largest)
+        return math.floor(over * (1 - 2 * CLOSE) if over <= NEAR * largest else largest ** (1 / 3) * over ** (2 / 3))
 
     def _bracket(self) -> tuple[int, int]:
         """Indices of the largest candidate that fits (-1: none yet) and of the smallest above it that does not."""

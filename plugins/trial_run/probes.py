@@ -12,6 +12,7 @@ from typing_extensions import override
 from plugins.core.session import Session
 from plugins.core.step.update import Outcome
 from plugins.errors import AccelError
+from plugins.trial_run import savings
 
 Write = Callable[..., None]
 
@@ -100,7 +101,33 @@ class Quiet(Probe):
                 module.dropout = 0.0
 
 
-PROBES: dict[str, type[Probe]] = {"gradient": Sketch, "no_dropout": Quiet}
+class Freeze(Probe):
+    """The first half of the parameters is frozen."""
+
+    @override
+    def begin(self) -> None:
+        savings.freeze_half(self.session.model)
+
+
+class EightBit(Probe):
+    """The optimizer's states have 8 bits."""
+
+    @override
+    def begin(self) -> None:
+        savings.eight_bit(self.session.optimizer)
+
+
+class Budget(Probe):
+    """Compiled code keeps half of its activations."""
+
+    @override
+    def begin(self) -> None:
+        savings.limit_activations()
+
+
+PROBES: dict[str, type[Probe]] = {
+    "gradient": Sketch, "no_dropout": Quiet, "freeze": Freeze, "eight_bit": EightBit, "activation_budget": Budget,
+}  # fmt: skip
 
 
 def probes(names: Iterable[str]) -> list[type[Probe]]:
