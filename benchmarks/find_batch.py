@@ -2,9 +2,9 @@
 
 python benchmarks/find_batch.py [yolo hf easyocr] [--over 1.5]
 
-For each demo a limit is set, a factor above the peak of micro-batch 2. From the search's answer on, a bisection without
-any forecast or margin looks for the largest micro-batch whose trial stays within the limit. A row a demo: the answer, the
-true limit, their ratio, and how many trials each took.
+For each demo a limit is set, a factor above the peak of micro-batch 2. From the search's answer on, a bisection
+without any forecast or margin looks for the largest micro-batch whose trial stays within the limit. A row a demo: the
+answer, the true limit, their ratio, and how many trials each took.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from plugins.errors import AccelError
 from plugins.find_batch.command_line import find_batch
+from plugins.preflight.command import preflight
 
 if TYPE_CHECKING:
     from plugins.core.autotune.plan_cache import PlanCache
@@ -170,6 +171,7 @@ def repair(
 
 
 app.command("find-batch")(find_batch)
+app.command()(preflight)
 
 
 def _console() -> Console:

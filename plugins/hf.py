@@ -14,7 +14,7 @@ from transformers import TrainerCallback
 from integrations.contract import NewSession, Session
 from integrations.huggingface.adapter import Adapter
 from integrations.huggingface.frames import adding_trainer, find_trainer
-from integrations.huggingface.trial import limit
+from integrations.huggingface.trial import facts, limit
 from plugins.config import AccelConfig
 from plugins.core.autotune.plan_file import check_plan_file
 from plugins.errors import AccelError, refusals_as_errors
@@ -74,6 +74,7 @@ class AccelCallback(TrainerCallback):
         assert self.adapter is not None
         with refusals_as_errors():
             self.adapter.begin()
+        trial.note(**(facts(self.adapter.trainer) if trial.current() is not None else {}))
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Tell the loaders which epoch begins, where the host's loop has no method an epoch."""

@@ -38,6 +38,22 @@ def limit(trainer: Any, folder: Path, micro_batch: int | None, sized: bool) -> N
         trainer._train_batch_size = args.train_batch_size
 
 
+def facts(trainer: Any) -> dict[str, Any]:
+    """What the long run will do that a trial does not come to: its evaluations and its checkpoints."""
+    args, data = trainer.args, trainer.eval_dataset
+    keeps = (
+        trainer.compute_metrics is not None
+        and not args.prediction_loss_only
+        and not getattr(args, "batch_eval_metrics", False)
+        and trainer.preprocess_logits_for_metrics is None
+    )
+    samples = len(data) if hasattr(data, "__len__") and not isinstance(data, dict) else 0
+    return {
+        "evaluation": {"samples": samples, "keeps": bool(keeps and samples)},
+        "checkpoints": {"kept": args.save_total_limit} if args.save_total_limit else {},
+    }
+
+
 def _remove_if_new(folder: Path) -> None:
     """The host makes its folder when a trainer is built, before any event: an empty one of now goes again."""
     began = psutil.Process().create_time()

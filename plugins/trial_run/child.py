@@ -7,8 +7,8 @@ updates, where `TrialRequest.checks` names it: see `plugins.trial_run.probes`.
 
 from __future__ import annotations
 
-import json
 import os
+from atexit import register as at_exit
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,8 +23,8 @@ from plugins.core.step.update import Outcome
 from plugins.core.system import devices
 from plugins.core.system.memory import GIB, in_use_gib
 from plugins.core.telemetry.observer import Observer
-from plugins.trial_run.probes import Probe, probes
-from plugins.trial_run.request import TrialRequest, current
+from plugins.trial_run.probes import probes
+from plugins.trial_run.request import TrialRequest, current, note
 
 
 class TrialOver(SystemExit):
@@ -44,19 +44,17 @@ class Watch(Observer):
 
     def __init__(self, session: Session, request: TrialRequest) -> None:
         self.session, self.request = session, request
-        self._first = int(os.environ.get("RANK", "0") or 0) <= 0
         self._losses: list[tuple[Tensor, float | Tensor]] = []
         self._done = False
-        self.probes: list[Probe] = [made(session, self._write) for made in probes(request.checks)]
+        self.probes = [made(session, note) for made in probes(request.checks)]
         if request.memory_gib is not None:
             devices.limit(session.device, int(request.memory_gib * GIB))
         facts = session.report
-        self._write(
-            begun={"host": facts.host, "device": session.device.type, "kind": facts.memory.kind, "pid": os.getpid()}
-        )
+        note(begun={"host": facts.host, "device": session.device.type, "kind": facts.memory.kind, "pid": os.getpid()})
         self.resized(facts.window.micro_batch)
         for probe in self.probes:
             probe.begin()
+        at_exit(self.ended)  # a loop that fails ends nothing
 
     @override
     def arrived(self, first: bool) -> None:
@@ -71,14 +69,14 @@ class Watch(Observer):
 
     @override
     def resized(self, micro_batch: int) -> None:
-        self._write(micro_batch=micro_batch)
+        note(micro_batch=micro_batch)
 
     @override
     @contextmanager
     def validating(self) -> Iterator[None]:
         before = in_use_gib(self.session.device)
         yield
-        self._write(validation={"before_gib": before, "after_gib": in_use_gib(self.session.device)})
+        note(validation={"before_gib": before, "after_gib": in_use_gib(self.session.device)})
 
     @override
     def closed(self, outcome: Outcome) -> None:
@@ -88,7 +86,7 @@ class Watch(Observer):
         extra: dict[str, Any] = {}
         for probe in self.probes:
             extra |= probe.closed(outcome)
-        self._write(
+        note(
             update=session.updates - 1,
             loss=self._mean_loss(),
             norm=outcome.norm,
@@ -120,7 +118,7 @@ class Watch(Observer):
         session.write_report(Path(self.request.folder))
         memory = session.report.memory
         peaks = [p for p in (memory.first_step_peak_gib, memory.steady_peak_gib) if p is not None]
-        self._write(
+        note(
             end=True,
             report=session.report.data(),
             peak_gib=max(peaks, default=None),
@@ -136,8 +134,3 @@ class Watch(Observer):
             return None
         with torch.no_grad():
             return sum(float(value.sum()) * weight for (value, _), weight in zip(losses, weights, strict=True)) / total
-
-    def _write(self, **values: Any) -> None:
-        if self._first:
-            with self.request.lines.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(values) + "\n")

@@ -68,6 +68,14 @@ def current() -> TrialRequest | None:
     return TrialRequest.read(Path(path)) if path else None
 
 
+def note(**facts: Any) -> None:
+    """Append a line to the record of this process's trial; the first of several ranks does."""
+    request = current()
+    if request is not None and int(os.environ.get("RANK") or 0) <= 0:
+        with request.lines.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(facts) + "\n")
+
+
 def laid_over(options: Mapping[str, Any]) -> dict[str, Any]:
     """Options of AccelConfig, with the settings of this process's trial in their place."""
     request = current()

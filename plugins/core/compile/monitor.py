@@ -46,6 +46,7 @@ class CompileMonitor:
         self._graphs_before = 0
         self._breaks: dict[str, int] = {}
         self._elsewhere: list[tuple[float, float]] = []  # times of the other phases, us
+        self._not_ours: set[int] = set()  # places in torch's list of breaks: before the start, and of the other phases
 
     def start(self) -> None:
         """Count from here on."""
@@ -53,6 +54,7 @@ class CompileMonitor:
         self._started_us = time.time_ns() // 1000
         self._graphs_before = counters["stats"]["unique_graphs"]
         self._breaks = dict(counters["graph_break"])
+        self._not_ours = set(range(len(graph_break_reasons)))
         compile_callbacks.on_compile_start(self._started)
         compile_callbacks.on_compile_end(self._ended)
 
@@ -73,11 +75,13 @@ class CompileMonitor:
         before, self.phase = self.phase, phase
         began, breaks = time.time_ns() // 1000, dict(counters["graph_break"])
         self._elsewhere.append((began, math.inf))
+        listed = len(graph_break_reasons)
         try:
             yield
         finally:
             self.phase = before
             self._elsewhere[-1] = (began, time.time_ns() // 1000)
+            self._not_ours |= set(range(listed, len(graph_break_reasons)))
             for reason, count in counters["graph_break"].items():
                 self._breaks[reason] = self._breaks.get(reason, 0) + count - breaks.get(reason, 0)
 
@@ -108,9 +112,17 @@ class CompileMonitor:
 
     @property
     def graph_breaks(self) -> dict[str, int]:
-        """Graph break reason -> count in training, since `start`."""
+        """Graph break reason -> count in training, since `start`.
+
+        A branch on data is in torch's list of places, and not among its counters.
+        """
         now = counters["graph_break"]
-        return {k: n - self._breaks.get(k, 0) for k, n in now.items() if n > self._breaks.get(k, 0)}
+        found = {k: n - self._breaks.get(k, 0) for k, n in now.items() if n > self._breaks.get(k, 0)}
+        counted = {_kind(reason) for reason in now}
+        for at, place in enumerate(graph_break_reasons):
+            if at not in self._not_ours and place.graph_break and _kind(place.reason) not in counted:
+                found[place.reason] = found.get(place.reason, 0) + 1
+        return found
 
     @property
     def graph_break_lines(self) -> list[str]:

@@ -90,6 +90,29 @@ def test_graph_breaks_since_the_start(monitor: CompileMonitor) -> None:
         later.end()
 
 
+def test_a_branch_on_data_is_a_graph_break_with_its_line(monitor: CompileMonitor) -> None:
+    def branches(x: torch.Tensor) -> torch.Tensor:
+        y = x.tanh()
+        if y.mean() > 0:  # the line
+            y = y * 2
+        return y + 1
+
+    torch.compile(branches, backend="eager")(torch.ones(3))
+    assert sum(monitor.graph_breaks.values()) == 1
+    (line,) = monitor.graph_break_lines
+    number = line.removeprefix(f"{__file__}:").partition(":")[0]
+    assert "# the line" in Path(__file__).read_text().splitlines()[int(number) - 1]
+    later = CompileMonitor()
+    later.start()
+    try:
+        assert later.graph_breaks == {}
+        with later.in_phase("validation"):
+            torch.compile(lambda x: x.sin() if x.sum() > 0 else x, backend="eager")(torch.ones(3))
+        assert later.graph_breaks == {}
+    finally:
+        later.end()
+
+
 def test_a_frame_that_fell_silently_back_to_eager_is_named(monitor: CompileMonitor) -> None:
     model = versions.compiled(mlp(), 2, isolate=False, backend="eager", dynamic=False)
     for size in (2, 3):

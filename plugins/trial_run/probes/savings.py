@@ -7,11 +7,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from typing_extensions import override
 
 from plugins.errors import AccelError
+from plugins.trial_run.probes.base import Probe
 
 LIBRARIES = ("bitsandbytes.optim", "torchao.optim")  # the first one that is installed; torchao compiles its step
-BUDGET = 0.5
 
 
 def freeze_half(model: nn.Module) -> None:
@@ -55,8 +56,29 @@ def _like(kind: Any, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     return small
 
 
-def limit_activations() -> None:
-    """A compiled model then keeps at most this share of its activations, and computes the rest again."""
-    import torch._functorch.config as config
+class Freeze(Probe):
+    """The first half of the parameters is frozen."""
 
-    config.activation_memory_budget = BUDGET
+    @override
+    def begin(self) -> None:
+        freeze_half(self.session.model)
+
+
+class EightBit(Probe):
+    """The optimizer's states have 8 bits."""
+
+    @override
+    def begin(self) -> None:
+        eight_bit(self.session.optimizer)
+
+
+class ActivationBudget(Probe):
+    """Compiled code keeps at most this share of its activations, and computes the rest again."""
+
+    BUDGET = 0.5
+
+    @override
+    def begin(self) -> None:
+        import torch._functorch.config as config
+
+        config.activation_memory_budget = self.BUDGET

@@ -1,0 +1,91 @@
+"""What a trial changes of a run, so that it can be compared with another one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from typing_extensions import override
+
+from plugins.core import checkpoint
+from plugins.core.step.update import Outcome
+from plugins.trial_run.probes.base import Probe
+from plugins.trial_run.request import current
+
+
+class NoDropout(Probe):
+    """Dropout off, so that an update is a function of its samples alone."""
+
+    @override
+    def begin(self) -> None:
+        for module in self.session.model.modules():
+            if isinstance(module, nn.modules.dropout._DropoutNd):
+                module.p = 0.0
+            elif isinstance(module, nn.RNNBase):
+                module.dropout = 0.0
+
+
+class Start(Probe):
+    """The weights of a file, which the first trial that names it writes: all of them then begin alike."""
+
+    @override
+    def begin(self) -> None:
+        path, model = Path(self.argument), self.session.model
+        if path.is_file():
+            state = torch.load(path, map_location="cpu", weights_only=True)
+            with torch.no_grad():
+                for name, tensor in model.state_dict().items():
+                    if name in state and state[name].shape == tensor.shape:
+                        tensor.copy_(state[name])
+        else:
+            torch.save({n: t.cpu() for n, t in model.state_dict().items()}, path)
+
+
+class Rate(Probe):
+    """Every step at the learning rate times the argument; schedules see their own rate."""
+
+    @override
+    def begin(self) -> None:
+        self._factor = float(self.argument)
+        optimizer = self.session.optimizer
+        self._hooks = (
+            optimizer.register_step_pre_hook(lambda *_: self._scale(self._factor)),
+            optimizer.register_step_post_hook(lambda *_: self._scale(1 / self._factor)),
+        )
+
+    def _scale(self, factor: float) -> None:
+        for group in self.session.optimizer.param_groups:
+            group["lr"] = group["lr"] * factor
+
+    @override
+    def end(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+
+class Restored(Probe):
+    """After so many updates, the run is saved, its weights and optimizer are thrown away, and it is loaded again."""
+
+    @override
+    def closed(self, outcome: Outcome) -> dict[str, Any]:
+        session = self.session
+        if session.updates != int(self.argument):
+            return {}
+        request = current()
+        assert request is not None  # a probe is of a trial
+        path = request.folder / "restored.pt"
+        torch.save(session.state_dict(), path)
+        with torch.no_grad():
+            for tensor in (*session.parameters(), *session.model.buffers()):
+                tensor.zero_()
+        for state in session.optimizer.state.values():
+            for value in state.values():
+                if isinstance(value, torch.Tensor):
+                    value.zero_()
+        saved = torch.load(path, map_location="cpu", weights_only=True)
+        session.load_state_dict(saved)
+        checkpoint.set_random_state(saved["random"])
+        self.write(restored_at=session.updates, restored_bytes=path.stat().st_size)
+        return {}
