@@ -141,6 +141,9 @@ class AccelConfig(BaseSettings):
     lr_scale: Annotated[Literal["off", "sqrt", "linear"], Word] = _field(
         "off", "off, sqrt, linear", "learning rate when the effective batch changes"
     )
+    checkpointing: Annotated[Literal["off", "auto", "on"], Word] = _field(
+        "off", "off, auto, on", "activation checkpointing of repeated blocks; auto only where the batch does not fit"
+    )
     validate_: Annotated[Literal["eager", "compiled"], Word] = Field(
         "eager",
         alias="validate",

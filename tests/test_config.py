@@ -26,6 +26,7 @@ DEFAULTS = {
     "precision": "host",
     "memory_format": "auto",
     "lr_scale": "off",
+    "checkpointing": "off",
     "validate": "eager",
     "nonfinite": "skip",
     "cache_dir": "auto",
@@ -33,6 +34,7 @@ DEFAULTS = {
 }
 # Every other value that a field allows, and some that it does not.
 ALLOWED: dict[str, list[Any]] = {
+    "checkpointing": ["auto", "on"],
     "compile": ["on", "off"],
     "compile_mode": ["reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"],
     "compile_backend": ["aot_eager", "eager"],

@@ -47,6 +47,17 @@ def test_a_run_comes_to_the_same_with_every_host(case: str, host: str, tmp_path:
 
 
 @pytest.mark.parametrize("host", RUNS)
+def test_checkpointing_changes_no_weight_with_any_host(host: str, tmp_path: Path) -> None:
+    plain = RUNS[host](tmp_path / "plain", MICRO_BATCHES, accumulate=3)
+    ran = RUNS[host](tmp_path / "run", MICRO_BATCHES, accumulate=3, checkpointing="on")
+    assert plain.report["memory"]["checkpointing"] == "off"
+    assert ran.report["memory"]["checkpointing"].startswith("on: ")
+    assert plain.weights.keys() == ran.weights.keys()
+    for name, value in plain.weights.items():
+        assert torch.equal(value, ran.weights[name]), name
+
+
+@pytest.mark.parametrize("host", RUNS)
 def test_a_run_that_was_killed_and_resumed_equals_the_straight_one(host: str, tmp_path: Path) -> None:
     straight = RUNS[host](tmp_path / "straight", MICRO_BATCHES, accumulate=2)
     with killed():

@@ -140,7 +140,7 @@ class Adapter:
         self.average = self.tools.average(model)
         self.layout = Layout(trainer, model, trainer.compute_loss)
         self.on_model = [Held(model)]
-        if self.config.compile != "off":
+        if not self.config.compile == self.config.checkpointing == "off":
             self.on_model += without_cache(model)
             if self.config.validate_ == "compiled":
                 self._generation.hold(self.on_model[0])

@@ -1,4 +1,4 @@
-"""What compiling asks of a model of transformers: no cache of keys and values, and to know when it generates."""
+"""What compiling and checkpointing ask of a model of transformers: no cache of keys and values, and to know when it generates."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from integrations.huggingface.patches import Held
 
 
 def without_cache(model: Any) -> list[Held]:
-    """A cache of keys and values is of no use in training and changes what a compiler sees.
+    """A cache of keys and values is of no use in training, changes what a compiler sees, and is filled by a forward.
 
     Returns:
         What was put on the model's config, to be undone.

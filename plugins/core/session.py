@@ -21,9 +21,10 @@ from plugins.core.checkpoint.run_state import RunState
 from plugins.core.compile.decision import TuningStage
 from plugins.core.compile.manager import CompileManager
 from plugins.core.step.accumulation import Window
+from plugins.core.step.activation_checkpointing import ActivationCheckpointing
 from plugins.core.step.batchnorm import Statistics
 from plugins.core.step.run_spec import RunSpec
-from plugins.core.step.update import Average, NonFiniteGradient, Outcome, Update
+from plugins.core.step.update import Average, NonFiniteGradient, Outcome
 from plugins.core.telemetry.recorder import Recorder
 
 __all__ = ["RunSpec", "Session"]
@@ -49,24 +50,14 @@ class Session:
         self.window = Window(spec.size, exact=config.normalise == "exact")
         self.window.expected = spec.size or spec.expected
         self.mean, self.batch_mean, self.share = self.window.mean, self.window.batch_mean, self.window.share
-        self.update = Update(
-            spec.optimizer,
-            scaler=spec.scaler,
-            clip_norm=spec.clips_at,
-            nonfinite=config.nonfinite,
-            groups=spec.groups,
-            average=spec.average,
-            sync=spec.sync,
-            keep_gradients=lambda: self.compilation.cuda_graphs,
-            schedule=lambda: spec.schedule(self.updates),
-            order=model.parameters(),
-        )
+        self.update = spec.new_update(lambda: self.updates, lambda: self.compilation.cuda_graphs)
         self.parameters, self.beside_model = self.update.parameters, partial(self.update.beside, model)
         self.guard = RunGuard(model, self.update, self.window, recorder)
         self.statistics = Statistics(model, config.batchnorm)
         self.describe_window(spec.micro_batch)
         recorder.begin(self.statistics, self.update.clip_norm, self.window.exact)
         self._cache = PlanCache.of(config, self.warn)
+        self.checkpointing = ActivationCheckpointing(config, model, device, self.warn)
         self.compilation = CompileManager(
             config, model, device, self.report.compile, self.warn, spec.dims, spec.takes, spec.uncompilable
         )
@@ -74,6 +65,7 @@ class Session:
         self.series.compiled_at = self.compilation.compiled_at
         try:
             self.training_mode()
+            self.checkpointing.start()
             self.compilation.start()
             self.open_plan(start)
         except BaseException:
@@ -224,6 +216,7 @@ class Session:
             self.statistics.restore()
         self.recorder.closed(outcome)
         self.compilation.hold_budget(self.updates)
+        self.checkpointing.window_closed(self.recorder.peaks.first_gib)
 
     def use(self, optimizer: torch.optim.Optimizer, scaler: Any, clip_norm: float | None) -> None:
         """What the host steps with from now on: a callback may have exchanged it. See `RunSpec`."""
@@ -286,11 +279,13 @@ class Session:
 
     def _undo(self) -> None:
         self.compilation.end()
+        self.checkpointing.undo()
         self.statistics.undo()
         self.recorder.end()
 
     def _sum_up(self) -> None:
         self.compilation.sum_up()
         self.tuner.sum_up(self.report.speed, self.report.compile)
+        self.report.memory.checkpointing = self.checkpointing.standing
         self.metrics.series.switched_at = [switch.update for switch in self.tuner.switches]
         self.recorder.sum_up(self.update.average)

@@ -34,13 +34,16 @@ class Replay:
         def call(*args: Any, **kwargs: Any) -> Any:
             if torch.is_grad_enabled():
                 noted.append((mapped(args, _leaf), mapped(kwargs, _leaf)))
-            return self.model._call_impl(*args, **kwargs)
+            return (there or self.model._call_impl)(*args, **kwargs)
 
+        there = vars(self.model).get("_compiled_call_impl")
         self.model._compiled_call_impl = call  # type: ignore[assignment]
         try:
             yield
         finally:
             del self.model._compiled_call_impl
+            if there is not None:
+                self.model._compiled_call_impl = there
         self.calls = noted
 
     def loss(self) -> Tensor:

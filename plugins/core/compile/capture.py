@@ -76,13 +76,16 @@ class Captured:
         self._seen: set[str] = set()
 
     def __enter__(self) -> Captured:
+        self._there = [vars(module).get("_compiled_call_impl") for module in self.modules]
         for module in self.modules:
             module._compiled_call_impl = partial(self._note, module)
         return self
 
     def __exit__(self, *_: object) -> None:
-        for module in self.modules:
+        for module, there in zip(self.modules, self._there, strict=True):
             del module._compiled_call_impl
+            if there is not None:
+                module._compiled_call_impl = there
 
     def _note(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if self.takes(args):

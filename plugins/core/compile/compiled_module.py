@@ -26,6 +26,7 @@ from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
 from plugins.core.compile.decision import CompileOutcome, CompileResult
 from plugins.core.compile.dynamic_shapes import Marker
 from plugins.core.step.batchnorm import Statistics
+from plugins.core.step.checkpointed_module import put, take_off
 from plugins.core.system import devices, versions
 from plugins.errors import AccelError
 
@@ -86,13 +87,12 @@ class CompiledModule:
 
     def install(self) -> None:
         """From now on the module's calls come here."""
-        self.module._compiled_call_impl = self
+        put(self.module, self)
         self.active = True
 
     def undo(self) -> None:
         """Back to eager; the module is as it was."""
-        if self.module.__dict__.get("_compiled_call_impl") is self:
-            del self.module._compiled_call_impl
+        take_off(self.module, self)
         self.active = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -21,6 +21,7 @@ from plugins.core.compile.monitor import CompileMonitor, show_progress
 from plugins.core.compile.scope import modules_of
 from plugins.core.compile.toolchain import missing_compiler
 from plugins.core.plan import Plan
+from plugins.core.step.checkpointed_module import compiled_call
 from plugins.core.system import memory
 from plugins.core.telemetry.report import CompileFacts
 
@@ -82,7 +83,7 @@ class CompileManager:
         """Whether the model's owner compiled it, or a part of it: that stays as it is."""
         return any(
             isinstance(m, torch._dynamo.OptimizedModule)
-            or not isinstance(m._compiled_call_impl, (compiling.CompiledModule, NoneType))
+            or not isinstance(compiled_call(m), (compiling.CompiledModule, NoneType))
             for m in self.model.modules()
         )
 
@@ -232,22 +233,19 @@ class CompileManager:
         self.decision.now(CompileStage.EAGER, outcome)
         self.warn(f"compile: {outcome.reason}; the run goes on {'as it is' if self.owned else 'eagerly'}")
 
-    def _over_budget(self, reason: str) -> None:
-        self.stay_eager(CompileOutcome(CompileResult.OVER_BUDGET, reason, retryable=False))
-
     def hold_budget(self, update: int) -> None:
         """At a window's close: note new graphs, and go back to eager where the budget is passed."""
         if not self.active:
             return
-        graphs = self.monitor.graphs
+        graphs, budget = self.monitor.graphs, self.config.recompile_budget
         self.compiled_at.extend([update] * (graphs - len(self.compiled_at)))
-        if graphs - self.spared > self.config.recompile_budget:
-            self._over_budget(f"{graphs} graphs were built, over recompile_budget={self.config.recompile_budget}")
+        if graphs - self.spared > budget:
+            reason = f"{graphs} graphs were built, over recompile_budget={budget}"
         elif fell := self.monitor.fell_to_eager:
-            self._over_budget(
-                f"torch stopped compiling {fell[0]} at its recompile limit, "
-                f"recompile_budget={self.config.recompile_budget}"
-            )
+            reason = f"torch stopped compiling {fell[0]} at its recompile limit, recompile_budget={budget}"
+        else:
+            return
+        self.stay_eager(CompileOutcome(CompileResult.OVER_BUDGET, reason, retryable=False))
 
     def validation(self, model: nn.Module) -> None:
         """Compile the model that validation runs, where training is compiled and `validate=compiled` asks.

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from plugins.config import AccelConfig
-from plugins.core.step.update import Average
+from plugins.core.step.update import Average, Update
 
 
 @dataclass(frozen=True)
@@ -64,3 +64,23 @@ class RunSpec:
         """L2 norm, by the settings or the host."""
         wanted = self.config.clip_norm
         return self.clip_norm if wanted == "host" else None if wanted == "off" else float(wanted)
+
+    def new_update(self, updates: Callable[[], int], keep_gradients: Callable[[], bool]) -> Update:
+        """The optimizer's update of this run.
+
+        Args:
+            updates: the index of the next one.
+            keep_gradients: whether gradients are zeroed in place now.
+        """
+        return Update(
+            self.optimizer,
+            scaler=self.scaler,
+            clip_norm=self.clips_at,
+            nonfinite=self.config.nonfinite,
+            groups=self.groups,
+            average=self.average,
+            sync=self.sync,
+            keep_gradients=keep_gradients,
+            schedule=lambda: self.schedule(updates()),
+            order=self.model.parameters(),
+        )

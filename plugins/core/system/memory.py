@@ -128,6 +128,17 @@ def room_for_worker(device: torch.device) -> bool:
     return free_gib(device) > (in_use_gib(device) if peak is None else peak / GIB) + CONTEXT_GIB
 
 
+def free_beyond_gib(device: torch.device, peak_gib: float) -> float:
+    """Memory that is left when this process is at a peak it had; freed blocks of the allocator count as free.
+
+    Args:
+        device: the accelerator, or the CPU.
+        peak_gib: of this process.
+    """
+    held = devices.reserved(device)
+    return free_gib(device) + (in_use_gib(device) if held is None else held / GIB) - peak_gib
+
+
 def room_for_cuda_graphs(device: torch.device) -> bool:
     """Forecast of a plan with CUDA graphs against what is free; freed blocks of the allocator count as free."""
     peak, held = devices.peak(device), devices.reserved(device)

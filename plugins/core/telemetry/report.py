@@ -77,6 +77,7 @@ class MemoryFacts:
 
     kind: str = ""
     allocator: str = "host"
+    checkpointing: str = "off"
     first_step_peak_gib: float | None = None
     steady_peak_gib: float | None = None
 

@@ -22,8 +22,9 @@ from plugins.core.compile.compiled_module import (
 )
 from plugins.core.compile.dynamic_shapes import Marker
 from plugins.core.compile.monitor import CompileMonitor
-from plugins.core.compile.scope import matching, regions
+from plugins.core.compile.scope import matching
 from plugins.core.compile.toolchain import missing_compiler
+from plugins.core.step.blocks import regions
 from plugins.core.system import versions
 from tests.core.tiny import Mlp, mlp, same, snapshot
 
