@@ -16,7 +16,7 @@ from enum import Enum
 from plugins.find_batch.forecast import Forecast, fit
 
 MOST_RUNS = 8
-MARGIN = 0.02  # of the limit: what one run differs from the next
+MARGIN = 0.03  # of what the limit leaves above the smallest peak: one run differs from the next
 CLOSE = 0.04  # of the micro-batch: more than this may still be gained, or the search ends
 SURE = 0.08  # of the limit: a forecast so much above it needs no measurement
 FIRST, SECOND = 2, 4  # the first micro-batch measured (BatchNorm cannot train on one sample), and its multiple
@@ -76,7 +76,8 @@ class Search:
     @property
     def usable_gib(self) -> float:
         """The limit without the margin."""
-        return self.limit_gib * (1 - MARGIN)
+        least = min((one.peak_gib for one in self.measured if one.peak_gib is not None), default=0.0)
+        return self.limit_gib - MARGIN * max(self.limit_gib - least, 0.0)
 
     @property
     def best(self) -> Measurement | None:

@@ -97,7 +97,7 @@ def test_a_real_job_is_searched_in_trials_of_its_own(tmp_path: Path, monkeypatch
     small = trials.measure(4)
     assert small.peak_gib is not None
     limit = small.peak_gib + 8 * MIB_A_SAMPLE / 1024  # of 12 samples: 8 fits, 16 does not
-    trials.limit_gib = limit / 0.98
+    trials.limit_gib = limit
     found = finder.find(trials, torch.device("cpu"), 64)
     assert found.best is not None
     assert found.best.micro_batch == 8
