@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from plugins.errors import AccelError
+from plugins.find_batch.command_line import find_batch
 from plugins.preflight.command import preflight
 
 if TYPE_CHECKING:
@@ -143,6 +144,7 @@ def repair(
     print(f"{found.path}: {len(found.renamed)} names cleaned")
 
 
+app.command("find-batch")(find_batch)
 app.command()(preflight)
 
 

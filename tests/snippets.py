@@ -87,6 +87,8 @@ TABLE: dict[str, tuple[Run, str]] = {
     "accel.log_loss(": (Run.ELSEWHERE, "tests/loop/test_log_loss.py"),
     "B is 1.": (Run.ELSEWHERE, "tests/test_report_command.py"),
     "accel repair FILE": (Run.COMMAND, ""),
+    "accel find-batch": (Run.ELSEWHERE, "tests/find_batch/test_command_line.py"),
+    "accel fit CONFIG": (Run.SHOWN, ""),
     "accel cache list": (Run.COMMAND, ""),
     "accel cache prune --older-than 0": (Run.COMMAND, ""),
     "accel bench": (Run.ELSEWHERE, "tests/test_bench.py"),

@@ -187,12 +187,14 @@ def _judged(code: int, records: list[dict[str, Any]], words: str) -> Ended:
 
 
 def _resident_gib(pid: int) -> float:
+    """Of a process and all that it started; of those only what is theirs alone: a fork shares its parent's memory."""
     total = 0
     with contextlib.suppress(psutil.Error):
         process = psutil.Process(pid)
-        for one in (process, *process.children(recursive=True)):
+        total = process.memory_info().rss
+        for one in process.children(recursive=True):
             with contextlib.suppress(psutil.Error):
-                total += one.memory_info().rss
+                total += one.memory_full_info().uss
     return total / GIB
 
 

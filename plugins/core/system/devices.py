@@ -118,8 +118,12 @@ def free(device: torch.device) -> int | None:
 
 
 def total(device: torch.device) -> int | None:
-    """Bytes that the device has; None where it does not say, as a CPU or MPS."""
-    found = _ask(device, "mem_get_info", None, device) if device.type not in ("cpu", "mps") else None
+    """Bytes that the device has in all; None where it does not say, as a CPU."""
+    if device.type == "cpu":
+        return None
+    if device.type == "mps":
+        return torch.mps.recommended_max_memory()
+    found = _ask(device, "mem_get_info", None, device)
     return int(found[1]) if found is not None else None
 
 

@@ -91,8 +91,14 @@ def free_gib(device: torch.device) -> float:
 
 def limit_gib(device: torch.device) -> float | None:
     """All that a process alone could have of the memory whose peak is kept; None where the device does not say."""
-    if devices.peak(device) is not None:
-        return total / GIB if (total := devices.total(device)) is not None else None
+    own = devices.peak(device) is not None
+    return None if own and devices.total(device) is None else total_gib(device if own else torch.device("cpu"))
+
+
+def total_gib(device: torch.device) -> float:
+    """All that processes may hold on this device: its own memory, or this machine's and its container's."""
+    if (total := devices.total(device)) is not None:
+        return total / GIB
     limits = [float(psutil.virtual_memory().total)]
     for group, limit, *_ in _groups():
         with contextlib.suppress(OSError, ValueError):  # no such group, or `max`: no limit

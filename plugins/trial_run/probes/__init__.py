@@ -10,6 +10,7 @@ from plugins.trial_run.probes.base import Probe
 from plugins.trial_run.probes.changes import NoDropout, Rate, Restored, Start
 from plugins.trial_run.probes.gradients import Division, Reached, Samples, Sketch
 from plugins.trial_run.probes.placement import HostReads, Placement
+from plugins.trial_run.probes.savings import ActivationBudget, EightBit, Freeze
 
 __all__ = ["PROBES", "Probe", "probes"]
 
@@ -24,6 +25,9 @@ PROBES: dict[str, type[Probe]] = {
     "start": Start,
     "rate": Rate,
     "restored": Restored,
+    "freeze": Freeze,
+    "eight_bit": EightBit,
+    "activation_budget": ActivationBudget,
 }
 
 
