@@ -19,21 +19,16 @@ implementation; `tests/test_contract.py` runs every host against a session that 
 
 from integrations.contract.parts import (
     Average,
-    CompileFacts,
     Config,
-    EmaFacts,
     Files,
-    LossFacts,
     Outcome,
-    Report,
     RunState,
-    ShapeFacts,
     Start,
     Trial,
     WeightAverage,
     Window,
-    WindowFacts,
 )
+from integrations.contract.report import CompileFacts, EmaFacts, LossFacts, Report, ShapeFacts, WindowFacts
 from integrations.contract.session import Session
 from integrations.contract.tools import HostTools, NewSession
 from integrations.refusal import UnsupportedRun

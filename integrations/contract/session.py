@@ -10,7 +10,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from integrations.contract.parts import Average, Config, Files, Outcome, Report, RunState, Scalar, Window
+from integrations.contract.parts import Average, Config, Files, Outcome, RunState, Scalar, Window
+from integrations.contract.report import Report
 
 
 class Session(Protocol):
