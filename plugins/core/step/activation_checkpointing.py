@@ -42,12 +42,15 @@ class ActivationCheckpointing:
         self.modules: list[CheckpointedModule] = []
         self.savings = Savings(device)
         self._left_out: set[str] = set()
+        self._on_trial = False  # `auto` has yet to see whether the batch fits without
+        self._reason = ""
 
     def start(self) -> None:
         """At the start of the run."""
         if self.config.checkpointing == "auto" and not versions.SAVED_TENSORS.here:
-            self._none("this torch cannot tell what a block keeps")
+            self._none("checkpointing=auto", "this torch cannot tell what a block keeps")
         elif self.config.checkpointing != "off":
+            self._on_trial = self.config.checkpointing == "auto"
             self.enable(f"checkpointing={self.config.checkpointing}")
 
     @property
@@ -67,10 +70,10 @@ class ActivationCheckpointing:
         if self.modules:
             return False
         if any(getattr(m, name, False) is True for m in self.model.modules() for name in HOSTS_OWN):
-            return self._none("the model's own gradient checkpointing is on, and stays")
+            return self._none(reason, "the model's own gradient checkpointing is on, and stays")
         found = pieces(self.model)
         if not found:
-            return self._none("the model has no blocks that could run again")
+            return self._none(reason, "the model has no blocks that could run again")
         names = {id(module): name for name, module in self.model.named_modules()}
         self.savings = Savings(self.device)
         owners = {id(piece.owner): piece.owner for piece in found}
@@ -98,15 +101,18 @@ class ActivationCheckpointing:
         self.savings.counting = False
         if not any(block.seconds for block in self.blocks):
             self.standing = "off: no block was called by itself, as in a model that is compiled whole"
+            if self._on_trial:
+                self.undo()
             return
-        if self.config.checkpointing == "auto" and self._reason == "checkpointing=auto":
+        if self._on_trial:
+            self._on_trial = False
             need = MARGIN * self.savings.most / memory.GIB
             free = memory.free_beyond_gib(self.device, peak_gib or 0.0)
             if need <= free:
                 self.undo()
                 self.standing = f"off: the batch fits without, {need:.2f} GiB more of {free:.2f} GiB that are free"
                 return
-            self._reason = f"checkpointing=auto, {need:.2f} GiB more would be needed of {free:.2f} GiB that are free"
+            self._reason += f", {need:.2f} GiB more would be needed of {free:.2f} GiB that are free"
         if versions.SAVED_TENSORS.here:
             self._let_go()
         self._tell()
@@ -130,9 +136,9 @@ class ActivationCheckpointing:
     def _training(self) -> bool:
         return self.model.training
 
-    def _none(self, why: str) -> bool:
+    def _none(self, reason: str, why: str) -> bool:
         self.standing = f"off: {why}"
-        self.warn(f"checkpointing={self.config.checkpointing}: {why}")
+        self.warn(f"{reason}: {why}")
         return False
 
     def _not_this(self, name: str, why: str) -> None:
