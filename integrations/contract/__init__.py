@@ -33,11 +33,12 @@ from integrations.contract.parts import (
     Window,
     WindowFacts,
 )
+from integrations.contract.rescue import Rescue
 from integrations.contract.session import Session
 from integrations.contract.tools import HostTools, NewSession
 from integrations.refusal import UnsupportedRun
 
 __all__ = [
     "Average", "CompileFacts", "Config", "EmaFacts", "Files", "HostTools", "NewSession", "Outcome", "Report",
-    "RunState", "Session", "ShapeFacts", "Start", "Trial", "UnsupportedRun", "WeightAverage", "Window", "WindowFacts",
+    "Rescue", "RunState", "Session", "ShapeFacts", "Start", "Trial", "UnsupportedRun", "WeightAverage", "Window", "WindowFacts",
 ]  # fmt: skip

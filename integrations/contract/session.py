@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from integrations.contract.parts import Average, Config, Files, Outcome, Report, RunState, Scalar, Window
+from integrations.contract.rescue import Rescue
 
 
 class Session(Protocol):
@@ -27,6 +28,10 @@ class Session(Protocol):
     @property
     def window(self) -> Window:
         """The micro-batches since the last update."""
+
+    @property
+    def rescue(self) -> Rescue:
+        """What happens where memory runs out."""
 
     @property
     def files(self) -> Files:

@@ -73,12 +73,16 @@ class SpeedFacts:
 
 @dataclass
 class MemoryFacts:
-    """Peaks in GiB; `kind` says of what: the device's allocator, or rss, the process's resident memory."""
+    """Peaks in GiB; `kind` says of what: the device's allocator, or rss, the process's resident memory.
+
+    `out_of_memory`, where memory ran out: `count` of times, `update` of the latest, `micro_batch` since.
+    """
 
     kind: str = ""
     allocator: str = "host"
     first_step_peak_gib: float | None = None
     steady_peak_gib: float | None = None
+    out_of_memory: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass
