@@ -40,5 +40,6 @@ from integrations.refusal import UnsupportedRun
 
 __all__ = [
     "Average", "CompileFacts", "Config", "EmaFacts", "Files", "HostTools", "NewSession", "Outcome", "Report",
-    "Rescue", "RunState", "Session", "ShapeFacts", "Start", "Trial", "UnsupportedRun", "WeightAverage", "Window", "WindowFacts",
+    "Rescue", "RunState", "Session", "ShapeFacts", "Start", "Trial", "UnsupportedRun", "WeightAverage", "Window",
+    "WindowFacts",
 ]  # fmt: skip

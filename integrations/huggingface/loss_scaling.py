@@ -122,6 +122,16 @@ class Losses:
             self._look(lambda evidence: evidence.agree(device))
         return number
 
+    def begin_again(self, original: Callable[..., Any], batches: list[Any], device: torch.device) -> None:
+        """The window at hand is done again, in other micro-batches of the same samples."""
+        self._windows -= 1
+        self.begin_window(original, batches, device)
+
+    @property
+    def micro_batches(self) -> int:
+        """Of the window at hand."""
+        return self._window.micro_batches
+
     def _count_terms(self, original: Callable[..., Any], batches: list[Any], device: torch.device) -> Any:
         assert self.rule is not None
         counts = self.rule.count_all(batches)

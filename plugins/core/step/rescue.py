@@ -168,13 +168,14 @@ class Rescue:
         self.run.window.again()
         self.statistics.restore()
         self.run.clear_gradients()
+        half = -(-size // 2)
+        if not why:
+            self._divide(half)
         self._again()
         gc.collect()
         devices.empty_cache(self.device)
         if why:
             self._stop(size, why)
-        half = -(-size // 2)
-        self._divide(half)
         self.run.out_of_memory(half)
         self.run.warn(
             f"out of memory at update {self.run.updates}: the micro-batch of {size} becomes {half}, accumulation grows "
