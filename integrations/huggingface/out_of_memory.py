@@ -49,7 +49,7 @@ class Pieces:
 
     @contextmanager
     def as_micro_batches(self, window: int, pieces: int) -> Iterator[None]:
-        """Inside, the trainer's window has `window` micro-batches, and a full one `pieces` times what its argument says."""
+        """Inside, the trainer's window has `window` micro-batches; a full one `pieces` times its argument."""
         if self.session.rescue.limit is None:
             yield
             return

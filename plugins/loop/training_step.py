@@ -107,7 +107,6 @@ class TrainingStep(LoopRun):
             rescue.left_out()
             self._step.leave_out()
             return None, None
-        self._tuning.after()
         return loss, self._step.finish()
 
     def _backward(self, parts: Callable[[], list[Part]]) -> Tensor | None:
@@ -128,6 +127,7 @@ class TrainingStep(LoopRun):
             raise AccelError(f"training_step: the loss function returned {type(loss).__name__}, not the loss")
         if missing:
             raise AccelError(f"training_step: a batch of type {type(piece).__name__} holds no tensor; give weight=")
+        self._tuning.after()
         return loss
 
     def _waiting(self) -> str:

@@ -94,7 +94,7 @@ def test_a_user_s_loss_and_the_host_s_own_sums(kind, head, normalise, right, tmp
 def test_what_cannot_be_divided_stops_with_a_checkpoint_that_a_run_goes_on_from(right, tmp_path):
     short = Short(most=0, after=7)
     trainer, _ = ran(tmp_path, short=short, micro=2, accumulate=4)
-    with pytest.raises(AccelError, match="out of memory at update 1 .* saved in checkpoint-1") as caught:
+    with pytest.raises(AccelError, match=r"out of memory at update 1 .* saved in checkpoint-1") as caught:
         trainer.train()
     assert isinstance(caught.value, torch.OutOfMemoryError)
     assert "\n" not in str(caught.value)
