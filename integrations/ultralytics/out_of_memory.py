@@ -62,9 +62,12 @@ class Rescuing:
             preprocess: what the loop does with it, to be done again.
         """
         raw = dict(batch)  # the host moves tensors to the device inside its own dict
-        self.session.rescue.note(
-            lambda: self._in_pieces(preprocess(dict(raw))), len(raw["img"]), lambda: self._why(raw)
-        )
+
+        def again() -> Any:
+            with self.layout.host_autocast():
+                return self.around.enter(self._in_pieces, preprocess(dict(raw)))
+
+        self.session.rescue.note(again, len(raw["img"]), lambda: self._why(raw))
 
     def arm(self) -> None:
         """The micro-batch at hand comes next, trials are over."""

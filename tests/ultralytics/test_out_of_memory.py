@@ -15,7 +15,15 @@ from tests.short import Short
 from tests.ultralytics.conftest import PLAIN, Run
 
 Train = Callable[..., Run]
-WHOLE: dict[str, Any] = {**PLAIN, "images": 32, "epochs": 2, "optimizer": "SGD", "lr0": 0.01, "warmup_epochs": 0, "val": False}
+WHOLE: dict[str, Any] = {
+    **PLAIN,
+    "images": 32,
+    "epochs": 2,
+    "optimizer": "SGD",
+    "lr0": 0.01,
+    "warmup_epochs": 0,
+    "val": False,
+}
 
 
 def short_of(short: Short) -> dict[str, Any]:

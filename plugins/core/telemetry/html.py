@@ -55,6 +55,7 @@ _WORDS = {
     "kind": "what is measured",
     "first_step_peak_gib": "GiB at the first update's peak",
     "steady_peak_gib": "GiB at the peak of later updates",
+    "out_of_memory": "out of memory",
     "seen": "input shapes seen",
     "buckets": "bucket edges",
     "padding_fraction": "share of padding",
