@@ -13,6 +13,7 @@ from typing import Any
 
 from integrations.contract import Session
 from integrations.huggingface.loss_rules import counting
+from integrations.huggingface.loss_scaling import Losses
 from integrations.huggingface.patches import Held
 from integrations.shared.pieces import whole_or_divided, why_whole
 
@@ -23,10 +24,11 @@ class Pieces:
     Args:
         trainer: the host's.
         session: of the run.
+        losses: what they are weighed by.
     """
 
-    def __init__(self, trainer: Any, session: Session) -> None:
-        self.trainer, self.session = trainer, session
+    def __init__(self, trainer: Any, session: Session, losses: Losses) -> None:
+        self.trainer, self.session, self.losses = trainer, session, losses
 
     @property
     def guards(self) -> bool:
@@ -36,13 +38,15 @@ class Pieces:
     def of(self, inputs: Any) -> list[Any]:
         """Pieces of a batch, as small as they have to be by now."""
         limit = self.session.rescue.limit
-        named = limit is not None and isinstance(inputs, counting.Mapping)
+        named = limit is not None and not self.losses.hosts_sums and isinstance(inputs, counting.Mapping)
         return whole_or_divided(inputs, counting.samples(inputs), limit) if named else [inputs]
 
     def cannot(self, inputs: Any) -> str:
         """Why a batch cannot be divided, or empty."""
         if self.trainer.args.world_size > 1:
             return "several processes, which would wait for each other"
+        if self.losses.hosts_sums:
+            return "the host's own sums, as with normalise=host, may grow with the number of micro-batches"
         if not isinstance(inputs, counting.Mapping):
             return f"a batch of type {type(inputs).__name__}"
         return why_whole(inputs, counting.samples(inputs))

@@ -36,7 +36,7 @@ class Windows:
         self.outcome: Outcome | None = None
         self._left = 0  # micro-batches of the window that are still to come
         self._begun = False
-        self.pieces = Pieces(trainer, session)
+        self.pieces = Pieces(trainer, session, losses)
         self._recount: Callable[[], Any] = lambda: None
         session.rescue.held_by(again=lambda: self._recount(), keep=self.pieces.keep)
 

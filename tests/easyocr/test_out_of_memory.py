@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 
@@ -44,8 +46,9 @@ def test_the_run_equals_that_with_the_smaller_forwards_from_the_start(tiny, monk
     right = ran(tiny, monkeypatch, "_right", limit=2)
     assert short.failed == 1
     assert reference.difference(weights(saved), weights(right)) < 1e-6
-    assert saved.report["memory"]["out_of_memory"] == {"count": 1, "update": update - 1, "micro_batch": 2}
-    assert saved.report["window"]["updates"] == UPDATES
+    facts = json.loads(saved.report.read_text())
+    assert facts["memory"]["out_of_memory"] == {"count": 1, "update": update - 1, "micro_batch": 2}
+    assert facts["window"]["updates"] == UPDATES
 
 
 def test_what_cannot_be_smaller_is_saved_where_the_window_began(tiny, monkeypatch):

@@ -143,9 +143,9 @@ class Rescue:
         return found
 
     def _repeat(self, began: float) -> Any:
-        at, found = self._steps[-1], None
+        at, found, before = self._steps[-1], None, self.limit
         while True:
-            self._halve(at)
+            self._halve(at, before)
             try:
                 for at in self._steps:
                     last = time.perf_counter()
@@ -159,8 +159,11 @@ class Rescue:
                 self.run.forgive(last - began)
                 return found
 
-    def _halve(self, step: Step) -> None:
-        """Half of the samples that this step had in one forward; the window is as it was before its first."""
+    def _halve(self, step: Step, before: int | None) -> None:
+        """Half of the samples that this step had in one forward; the window is as it was before its first.
+
+        `before` is the limit before this window's first lack of memory, which stays where halving does not help.
+        """
         size = min(self.limit or step.samples, step.samples)
         why = step.cannot() or ("one sample is the least" if size <= 1 else "")
         if not self._all_noted:
@@ -169,8 +172,7 @@ class Rescue:
         self.statistics.restore()
         self.run.clear_gradients()
         half = -(-size // 2)
-        if not why:
-            self._divide(half)
+        self._divide(before if why else half)
         self._again()
         gc.collect()
         devices.empty_cache(self.device)
@@ -182,8 +184,8 @@ class Rescue:
             "as much, an update keeps its samples; the window is done again"
         )
 
-    def _divide(self, limit: int) -> None:
-        self.limit, self.run.window.divided = limit, True
+    def _divide(self, limit: int | None) -> None:
+        self.limit, self.run.window.divided = limit, limit is not None
         self.statistics.apply(self.run.window.expected * self.pieces)
         self.describe(self._micro_batch)
 
@@ -217,3 +219,4 @@ class Rescue:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Put back what `state_dict` gave."""
         self._divide(int(state["micro_batch"]))
+        self.run.warn(f"memory ran out in the run that is resumed: a forward has at most {self.limit} samples")
