@@ -101,6 +101,7 @@ class Rescuing:
             self.session.rescue.guarded(lambda: self._backward(gradient))
 
     def _backward(self, gradient: Tensor) -> None:
+        assert self._root is not None, "a second backward of a loss whose graph is gone"
         torch.autograd.backward(self._root, gradient)
         self._root = None
 
