@@ -17,6 +17,7 @@ from plugins.core.autotune.plan_file import Start
 from plugins.core.session import RunSpec, Session
 from plugins.core.step.batchnorm import reestimate
 from plugins.core.step.ema import EMA
+from plugins.core.system.memory import free_gib
 from plugins.trial_run.child import watched
 
 
@@ -41,6 +42,7 @@ def host_tools(config: AccelConfig, host: str, say: Callable[[str], None], packa
         average=partial(_average, config),
         reestimate=reestimate,
         files=checkpoint,
+        free_gib=free_gib,
     )
 
 

@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 from integrations import contract
-from integrations.contract import parts
 from plugins.config import AccelConfig
 from plugins.core.session import RunSpec, Session
 from tests.hosts import RUNS, killed
@@ -74,7 +73,10 @@ def returned(function: Any) -> Any:
 
 def strict(value: Any, hint: Any) -> Any:
     kinds = get_args(hint) if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union else (hint,)
-    declared = next((k for k in kinds if getattr(k, "_is_protocol", False) and k.__module__ == parts.__name__), None)
+    declared = next(
+        (k for k in kinds if getattr(k, "_is_protocol", False) and k.__module__.startswith("integrations.contract.")),
+        None,
+    )
     return Strict(value, declared) if declared is not None and value is not None else value
 
 

@@ -29,12 +29,13 @@ from integrations.contract.parts import (
     Window,
 )
 from integrations.contract.report import CompileFacts, EmaFacts, LossFacts, Report, ShapeFacts, WindowFacts
+from integrations.contract.rescue import Rescue
 from integrations.contract.session import Session
 from integrations.contract.tools import HostTools, NewSession
 from integrations.refusal import UnsupportedRun
 
 __all__ = [
     "Average", "CompileFacts", "Config", "EmaFacts", "Files", "HostTools", "LossFacts", "NewSession", "Outcome",
-    "Report", "RunState", "Session", "ShapeFacts", "Start", "Trial", "UnsupportedRun", "WeightAverage", "Window",
-    "WindowFacts",
+    "Report", "Rescue", "RunState", "Session", "ShapeFacts", "Start", "Trial", "UnsupportedRun", "WeightAverage",
+    "Window", "WindowFacts",
 ]  # fmt: skip

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from integrations.contract.parts import Average, Config, Files, Outcome, RunState, Scalar, Window
 from integrations.contract.report import Report
+from integrations.contract.rescue import Rescue
 
 
 class Session(Protocol):
@@ -28,6 +29,10 @@ class Session(Protocol):
     @property
     def window(self) -> Window:
         """The micro-batches since the last update."""
+
+    @property
+    def rescue(self) -> Rescue:
+        """What happens where memory runs out."""
 
     @property
     def files(self) -> Files:

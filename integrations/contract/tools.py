@@ -70,6 +70,7 @@ class HostTools:
         average: a moving average of a model's weights as the settings ask, or None.
         reestimate: sets BatchNorm's statistics over batches, given the forward of one (`batchnorm=precise`).
         files: atomic writes, extra state, random state.
+        free_gib: memory that is free now, of a device.
     """
 
     config: Config
@@ -78,3 +79,4 @@ class HostTools:
     average: Callable[[nn.Module], WeightAverage | None]
     reestimate: Callable[[nn.Module, Iterable[Any], Callable[[Any], Any]], int]
     files: Files
+    free_gib: Callable[[torch.device], float]

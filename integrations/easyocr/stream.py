@@ -39,14 +39,16 @@ class MicroBatch:
     def __len__(self) -> int:
         return len(self.labels)
 
-    def parts(self, most_px: int, least: int = 4) -> Iterator[MicroBatch]:
+    def parts(self, most_px: int, least: int = 4, limit: int | None = None) -> Iterator[MicroBatch]:
         """Parts of at most `most_px` samples x px, halved until they fit, but of no fewer than `least` samples.
 
-        Halves keep the number of shapes bounded; the fewest samples keep BatchNorm's statistics usable.
+        Halves keep the number of shapes bounded; the fewest samples keep BatchNorm's statistics usable. `limit` is the
+        most samples of a part since memory ran out.
         """
         size = len(self)
         while size * self.images.shape[3] > most_px and -(-size // 2) >= least:
             size = -(-size // 2)
+        size = min(size, limit or size)
         ends = self.lengths.cumsum(0).tolist()
         for at in range(0, len(self), size):
             stop = min(at + size, len(self))

@@ -22,6 +22,7 @@ from integrations.huggingface import arguments, evaluation, versions
 from integrations.huggingface.checkpointing import Saving
 from integrations.huggingface.compiling import Generation, without_cache
 from integrations.huggingface.data import Loaders
+from integrations.huggingface.evaluation_memory import KeptPredictions
 from integrations.huggingface.frames import caller_local
 from integrations.huggingface.lengths import length_key
 from integrations.huggingface.loss_scaling import Losses
@@ -269,7 +270,8 @@ class Adapter:
                 with self._averaged():
                     evaluation.reestimate(trainer, self.tools.reestimate, self.windows.micro_batches)
             with self._averaged(), session.validation() if session is not None else nullcontext():
-                return evaluation.run(original, trainer, self.losses, self.loaders, *args, **kwargs)
+                kept = KeptPredictions(trainer, self.tools.free_gib, self._say)
+                return evaluation.run(original, trainer, self.losses, self.loaders, kept, *args, **kwargs)
         finally:
             self._evaluating = before
             scoped.undo()

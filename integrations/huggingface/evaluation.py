@@ -10,6 +10,7 @@ import numpy as np
 
 from integrations.huggingface.collator import PlacedDataset
 from integrations.huggingface.data import Loaders
+from integrations.huggingface.evaluation_memory import KeptPredictions
 from integrations.huggingface.loss_scaling import Losses
 from integrations.huggingface.patches import of_library
 
@@ -19,6 +20,7 @@ def run(
     trainer: Any,
     losses: Losses,
     loaders: Loaders,
+    kept: KeptPredictions,
     dataloader: Any,
     description: str,
     prediction_loss_only: bool | None = None,
@@ -40,7 +42,7 @@ def run(
     try:
         if order is not None and metrics is not None:
             trainer.compute_metrics = lambda prediction, **more: metrics(_reordered(prediction, order), **more)
-        with unprepared(trainer):
+        with unprepared(trainer), kept.forecast(dataloader):
             output = original(dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
     finally:
         trainer.compute_metrics = metrics

@@ -71,6 +71,7 @@ class Losses:
         self._count: int | None = None  # of the micro-batch at hand, for a library's head
         self._inside = False  # of a training step
         self._windows = 0
+        self._left = False  # to the host
 
     # -- the rule ----------------------------------------------------------------------------------------------
 
@@ -102,7 +103,7 @@ class Losses:
             self.approximate(term)
 
     def _leave(self, reason: str) -> None:
-        self.finding = Finding.HOST
+        self.finding, self._left = Finding.HOST, True
         self.approximate(f"{reason}; {LEFT}")
 
     # -- training ----------------------------------------------------------------------------------------------
@@ -121,6 +122,21 @@ class Losses:
             self._window.number = float(number) if isinstance(number, Tensor) else float(number or 0)
             self._look(lambda evidence: evidence.agree(device))
         return number
+
+    def begin_again(self, original: Callable[..., Any], batches: list[Any], device: torch.device) -> None:
+        """The window at hand is done again, in other micro-batches of the same samples."""
+        self._windows -= 1
+        self.begin_window(original, batches, device)
+
+    @property
+    def micro_batches(self) -> int:
+        """Of the window at hand."""
+        return self._window.micro_batches
+
+    @property
+    def hosts_sums(self) -> bool:
+        """Whether the host's own sums stand, which may grow with the number of micro-batches."""
+        return not self.exact or self._left
 
     def _count_terms(self, original: Callable[..., Any], batches: list[Any], device: torch.device) -> Any:
         assert self.rule is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 from integrations.contract import Outcome, Session
 from integrations.huggingface.loss_rules import counting
 from integrations.huggingface.loss_scaling import Losses
+from integrations.huggingface.out_of_memory import Pieces
 from integrations.huggingface.precision_layout import Layout
 
 INPUTS = ("input_ids", "pixel_values", "input_values", "input_features", "inputs_embeds")
@@ -34,6 +36,9 @@ class Windows:
         self.outcome: Outcome | None = None
         self._left = 0  # micro-batches of the window that are still to come
         self._begun = False
+        self.pieces = Pieces(trainer, session, losses)
+        self._recount: Callable[[], Any] = lambda: None
+        session.rescue.held_by(again=lambda: self._recount(), keep=self.pieces.keep)
 
     def get_batch_samples(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Note how many micro-batches the host has fetched for the next window, and keep them where asked to."""
@@ -52,7 +57,11 @@ class Windows:
         if not losses.known and batches:
             self._set_problem_type(batches[0])
             losses.find_rule(batches, self.layout.compute_loss)
-        return losses.begin_window(original, batches, device)
+        self._recount = lambda: losses.begin_again(original, self._divided(batches), device)
+        return losses.begin_window(original, self._divided(batches), device)
+
+    def _divided(self, batches: list[Any]) -> list[Any]:
+        return [piece for batch in batches for piece in self.pieces.of(batch)]
 
     def _set_problem_type(self, batch: Any) -> None:
         """Heads write it into their config in the first forward, which would make the compiler start again."""
@@ -65,19 +74,32 @@ class Windows:
     def training_step(self, original: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Count the micro-batch, let a plan be tried at a window's first, and run the host's step; returns its loss."""
         session, named = self.session, isinstance(inputs, counting.Mapping)
-        first = session.window.empty
-        session.micro_batch(counting.samples(inputs) if named else 1)
+        first, samples = session.window.empty, counting.samples(inputs) if named else 1
+        step = partial(self._in_pieces, original, model, inputs, *args, **kwargs)
+        if self.pieces.guards:
+            session.rescue.note(step, samples, partial(self.pieces.cannot, inputs))
+        session.micro_batch(samples)
         main = next((inputs[name] for name in INPUTS if isinstance(inputs.get(name), Tensor)), None) if named else None
         if main is not None:
             session.shape(main.shape, _padding(inputs.get("attention_mask")))
         if first:
-            self._plan(model, inputs, main)
-        with self.losses.micro_batch(original):
-            loss = self.losses.scaling.logged(original(model, inputs, *args, **kwargs))
+            self._plan(model, self.pieces.of(inputs)[0], main)
+        loss = session.rescue.guarded(step)
         self._left -= 1
         if self._left:
             session.idle()
         return loss
+
+    def _in_pieces(self, original: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """The host's step on each piece of a batch; returns the sum of their losses, each its share of the window's."""
+        pieces, found = self.pieces.of(inputs), []
+        for piece in pieces:
+            with (
+                self.pieces.as_micro_batches(self.losses.micro_batches, len(pieces)),
+                self.losses.micro_batch(original),
+            ):
+                found.append(self.losses.scaling.logged(original(model, piece, *args, **kwargs)))
+        return found[0] if len(found) == 1 else sum(found)
 
     def _plan(self, model: Any, inputs: Any, main: Tensor | None) -> None:
         """At a window's start; `main` is the input whose shape names the work."""

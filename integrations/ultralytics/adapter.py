@@ -13,7 +13,6 @@ looked up where it is used.
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -27,6 +26,7 @@ from integrations.ultralytics import data, schedule, supported, versions
 from integrations.ultralytics.checkpointing import Saving
 from integrations.ultralytics.ema import HostAverage, set_decay
 from integrations.ultralytics.loss_scaling import Losses, loss_groups
+from integrations.ultralytics.out_of_memory import Rescuing
 from integrations.ultralytics.precision_layout import Layout
 from integrations.ultralytics.stepping import Stepping, host_clip_norm
 
@@ -47,7 +47,7 @@ class Adapter(NotCopied):
         }
         self._resumed: dict[str, Any] | None = None
         self._gradients: list[tuple[nn.Parameter, Any]] = []  # of a resumed window
-        self._draw: Any = None
+        self._draw = data.ScaleDraw()
         self._mosaic_closed = False
         self._index = -1  # of the micro-batch in its epoch
 
@@ -100,6 +100,7 @@ class Adapter(NotCopied):
         set_decay(trainer, session, config.ema)
         self.losses = Losses(self.model, session, self.patches, groups)
         self.crosses_epochs = self.losses.crosses_epochs
+        self.rescuing = Rescuing(trainer, session, self.layout, self.losses.around)
         self._resize(self.size)
         self._patch()
         self.saving = Saving(trainer, session, self.patches, self._state)
@@ -170,7 +171,7 @@ class Adapter(NotCopied):
                     f"the data set holds {len(trainer.train_loader.dataset)} images, and held "
                     f"{state['data']['samples']} when this checkpoint was saved: their order begins anew"
                 )
-            self._draw = state["draw"] and (state["draw"][0], tuple(state["draw"][1]), state["draw"][2])
+            self._draw.load(state["draw"])
             self.session.files.set_random_state(state["random"])
 
     def _close_dataloader_mosaic(self) -> None:
@@ -204,35 +205,27 @@ class Adapter(NotCopied):
             self._nominal = chosen
             if self.size is not None:
                 self.session.warn(f"trainer.accumulate={chosen}: set by a callback; the plug's own {self.size} holds")
+        self.rescuing.note(batch, lambda raw: self._preprocess.enter(self._scaled, raw, first))
         self.session.micro_batch(batch["img"].shape[0], expected=self._due() if self.size is None else None)
-        if getattr(self.trainer.args, "multi_scale", 0.0) and self.session.window.expected > 1:
-            batch = self._preprocess_at_one_scale(inner, batch, first)
-        else:
-            batch = inner(batch)
+        batch = self._scaled(inner, batch, first)
         self.session.shape(batch["img"].shape)
         if first:
             with torch.autocast(self.trainer.device.type, enabled=False):  # the host calls this inside its own
-                self.session.plan_window(self.layout.at(batch), self._left(), batch["img"].shape)
+                trial = self.layout.at(self.rescuing.first_piece(batch))
+                self.session.plan_window(trial, self._left(), batch["img"].shape)
+        self.rescuing.arm()
         return batch
+
+    def _scaled(self, inner: Callable[..., Any], batch: dict[str, Any], first: bool) -> dict[str, Any]:
+        if getattr(self.trainer.args, "multi_scale", 0.0) and self.session.window.expected > 1:
+            return self._draw.preprocess(inner, batch, first)
+        found: dict[str, Any] = inner(batch)
+        return found
 
     def _left(self) -> int:
         """Micro-batches that are still to come, this one included."""
         trainer = self.trainer
         return int((trainer.epochs - trainer.epoch) * len(trainer.train_loader) - self._index)
-
-    def _preprocess_at_one_scale(
-        self, preprocess: Callable[..., dict[str, Any]], batch: dict[str, Any], first: bool
-    ) -> dict[str, Any]:
-        """One multi-scale draw a window, as one big batch would have; the generator goes on as it would have."""
-        if first or self._draw is None:
-            self._draw = random.getstate()
-            return preprocess(batch)
-        now = random.getstate()
-        random.setstate(self._draw)
-        try:
-            return preprocess(batch)
-        finally:
-            random.setstate(now)
 
     def _due(self) -> int:
         """Micro-batches after which this window closes; by the host's own rule that changes in warm-up."""
@@ -296,5 +289,5 @@ class Adapter(NotCopied):
             **self.session.state_dict(),
             "loader": data.position(self.trainer.train_loader),
             "mosaic_closed": self._mosaic_closed,
-            "draw": self._draw and [self._draw[0], list(self._draw[1]), self._draw[2]],
+            "draw": self._draw.state(),
         }

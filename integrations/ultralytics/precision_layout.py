@@ -7,7 +7,7 @@ host's settings (which are saved and resumed) changes.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -47,10 +47,14 @@ class Layout(precision_layout.Layout):
 
     def loss(self) -> Tensor:
         """Forward and loss of a trial, in the autocast that the host's loop would give it."""
-        dtype = precision_layout.DTYPES.get(self.host_precision)
-        with torch.autocast(self.device.type, dtype=dtype, enabled=dtype is not None):
+        with self.host_autocast():
             value: Tensor = self.model({**self._batch})[0]
             return value
+
+    def host_autocast(self) -> AbstractContextManager[Any]:
+        """That of the host's loop around forward and loss."""
+        dtype = precision_layout.DTYPES.get(self.host_precision)
+        return torch.autocast(self.device.type, dtype=dtype, enabled=dtype is not None)
 
     @contextmanager
     def bare(self) -> Iterator[None]:

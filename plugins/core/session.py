@@ -23,6 +23,7 @@ from plugins.core.compile.manager import CompileManager
 from plugins.core.step.accumulation import Window
 from plugins.core.step.activation_checkpointing import ActivationCheckpointing
 from plugins.core.step.batchnorm import Statistics
+from plugins.core.step.rescue import Rescue
 from plugins.core.step.run_spec import RunSpec
 from plugins.core.step.update import Average, NonFiniteGradient, Outcome
 from plugins.core.telemetry.recorder import Recorder
@@ -54,6 +55,8 @@ class Session:
         self.parameters, self.beside_model = self.update.parameters, partial(self.update.beside, model)
         self.guard = RunGuard(model, self.update, self.window, recorder)
         self.statistics = Statistics(model, config.batchnorm)
+        self.rescue = Rescue(self.guard, self.statistics, device)
+        self.describe_window = self.rescue.describe  # again after a host changed its batch
         self.describe_window(spec.micro_batch)
         recorder.begin(self.statistics, self.update.clip_norm, self.window.exact)
         self._cache = PlanCache.of(config, self.warn)
@@ -75,10 +78,6 @@ class Session:
     def open_plan(self, start: Start) -> None:
         """Begin with another plan than was said, before the first micro-batch."""
         self.tuner = Tuner(self.guard, self.model, self.device, start, self._cache, self.compilation)
-
-    def describe_window(self, micro_batch: int) -> None:
-        """Tell the report the sizes in force (again after a host changed its batch)."""
-        self.recorder.sizes(self.window.expected, micro_batch)
 
     # -- plan and compile -----------------------------------------------------------------------------------------
 
@@ -172,7 +171,7 @@ class Session:
 
     def training_mode(self) -> None:
         """The host has set training mode: hold the BatchNorm rule."""
-        self.statistics.apply(self.window.expected)
+        self.statistics.apply(self.window.expected * self.rescue.pieces)
 
     def close(self) -> Outcome | None:
         """Run the update now; None where the window is empty."""
@@ -214,6 +213,7 @@ class Session:
     def _closed(self, outcome: Outcome) -> None:
         if not outcome.stepped:
             self.statistics.restore()
+        self.rescue.forget()
         self.recorder.closed(outcome)
         self.compilation.hold_budget(self.updates)
         self.checkpointing.window_closed(self.recorder.peaks.first_gib)
@@ -231,8 +231,8 @@ class Session:
 
     def drop(self) -> None:
         """Forget an unfinished window (the host threw its gradients away, or stopped after its last save)."""
-        self.report.window.dropped_micro_batches += self.window.micro_batches
-        self.window.close()
+        self.guard.drop()
+        self.rescue.forget()
 
     # -- validation, checkpoints, end -----------------------------------------------------------------------------
 
@@ -245,7 +245,8 @@ class Session:
 
     def run_state(self) -> RunState:
         """What a resume needs; a host leaves out the fields that its own checkpoint holds."""
-        return RunState(self.config, self.model, self.update, self.window, self.statistics, self.recorder, self.tuner)
+        parts = (self.update, self.window, self.statistics, self.recorder, self.tuner, self.rescue)
+        return RunState(self.config, self.model, *parts)
 
     def state_dict(self) -> dict[str, Any]:
         """All fields of `run_state`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from integrations.easyocr.tensorboard_log import Board, Pace, Row
 from integrations.shared.bucketing import choose_edges
 from plugins.config import AccelConfig
 from plugins.core.checkpoint.atomic_file import sweep, write_atomically
+from plugins.core.step.rescue import OutOfMemory
 from plugins.core.step.update import NonFiniteGradient
 from plugins.core.system import devices
 from plugins.core.system.distributed import any_rank, from_first
@@ -28,6 +30,7 @@ from plugins.core.system.signals import asked_to_stop
 from plugins.core.telemetry.report import versions
 from plugins.errors import AccelError
 from plugins.loop import Accelerated
+from plugins.loop.micro_batches import Part
 
 WIDTH_STEP = 8  # px; bucket edges are its multiples
 MOST_BUCKETS = 16  # shapes of an eager run
@@ -67,6 +70,7 @@ class Run:
         self.at = Standing(prepared, write_atomically)
         self.pace = Pace()
         self.validated = -1  # the update of the last validation
+        self._window_began = 0  # the position
 
     def _edges(self, config: AccelConfig) -> list[int]:
         """The widths in px that batches are padded to."""
@@ -121,6 +125,11 @@ class Run:
                 )
             if self.first:
                 self.at.draw(None if stopped == "interrupted" else self.accel.device)
+        except OutOfMemory as error:
+            self.at.position = self._window_began
+            if self.first:
+                self._save()
+            raise AccelError(f"{error}; last.pt holds them") from None
         except NonFiniteGradient as error:
             raise AccelError(f"nonfinite=stop: {error}; the last save is untouched") from None
         except OSError as error:  # a full disk, a folder in a file's place: what was saved before is untouched
@@ -168,6 +177,8 @@ class Run:
     def _micro_batch(self, batch: MicroBatch) -> Any:
         """Forward and backward; the update's outcome where this one closed a window, else None."""
         accel, at = self.accel, self.at
+        if accel.session.window.empty:
+            self._window_began = at.position
         at.position += 1
         at.infeasible += batch.infeasible
         for line in at.lost(batch.unreadable):
@@ -176,17 +187,19 @@ class Run:
             return self._nothing()
         left = (self.settings.num_iter - accel.updates) * accel.accumulate
         accel.tune(self._trial(batch), left, batch.images.shape)
-        with accel.forward(batch.images, padding=batch.padding * batch.images.shape[2]) as images:
-            batch.images = images
-        return accel.backward(self._losses(batch), weight=len(batch))
+        padding = batch.padding * batch.images.shape[2]
+        loss, outcome = accel.run_parts(partial(self._parts, batch), batch.images, padding=padding)
+        self.pace.add(loss, len(batch))
+        return outcome
 
-    def _losses(self, batch: MicroBatch) -> Iterator[tuple[Tensor, int]]:
-        """(mean loss, samples) of the micro-batch's parts, each as large as one forward may be."""
-        for part in batch.parts(self._most_px):
-            with self.accel.autocast():
-                loss = self._loss(part)
-            self.pace.add(loss.detach(), len(part))
-            yield loss, len(part)
+    def _parts(self, batch: MicroBatch) -> list[Part]:
+        """(forward, samples) of the micro-batch's parts, each as large as one forward may be."""
+        parts = batch.parts(self._most_px, limit=self.accel.session.rescue.limit)
+        return [(partial(self._forward, part), len(part)) for part in parts]
+
+    def _forward(self, part: MicroBatch) -> Tensor:
+        with self.accel.autocast():
+            return self._loss(part)
 
     def _loss(self, part: MicroBatch) -> Tensor:
         """The network in the caller's autocast; CTC leaves it."""
@@ -195,7 +208,7 @@ class Run:
 
     def _trial(self, batch: MicroBatch) -> Callable[[], Tensor]:
         """The loss that plans are compared by: of the micro-batch's first part, one size of it for all of them."""
-        part = next(batch.parts(self._most_px))
+        part = next(batch.parts(self._most_px, limit=self.accel.session.rescue.limit))
         return lambda: self._loss(part)
 
     @property

@@ -21,10 +21,8 @@ reduced once an update.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -45,17 +43,18 @@ from plugins.core.step.ema import EMA
 from plugins.core.system.distributed import same_start
 from plugins.errors import AccelError, refusals_as_errors
 from plugins.loop import nested
-from plugins.loop.checks import bare_module, check_model, check_optimizer, check_schedule
+from plugins.loop.checks import bare_module, check_model, check_optimizer, check_schedule, check_weight
 from plugins.loop.deprecated import DeprecatedNames
 from plugins.loop.micro_batches import LoopStep
+from plugins.loop.out_of_memory import raise_short
 from plugins.loop.replay import Replay
-from plugins.loop.run import LoopRun
+from plugins.loop.training_step import TrainingStep
 from plugins.loop.tuning import LoopTuning, by_rule, may_measure, scale_rate, settings
 from plugins.trial_run import loop as trial
 from plugins.trial_run.child import watched
 
 
-class Accelerated(LoopRun, DeprecatedNames):
+class Accelerated(TrainingStep, DeprecatedNames):
     """One training run of `model`, which stays the object it is.
 
     Args:
@@ -113,7 +112,7 @@ class Accelerated(LoopRun, DeprecatedNames):
         self.scheduler = schedule(optimizer) if schedule is not None else None
         if self.scheduler is not None:
             check_schedule(self.scheduler)
-        self._validating = False
+        self._validating, self._fetched = False, (None, None)
         measured = bool(tunes or planned) and may_measure(self.config)
         from_file = isinstance(self.config.plan, Path)  # which says everything
         chosen = self.config if measured or from_file else by_rule(self.config, self._bare, self.device)
@@ -174,38 +173,10 @@ class Accelerated(LoopRun, DeprecatedNames):
         loader = trial.loader(loader)
         for index, batch in enumerate(loader):
             self._tuning.left(loader, epochs_left, done=index)
-            yield self.place(batch)
+            self._fetched = batch, self.place(batch)
+            yield self._fetched[1]
+        self._fetched = None, None
         self.flush()
-
-    def training_step(
-        self, loss_fn: Callable[[Any], Tensor | None], batch: Any, weight: float | Tensor | None = None
-    ) -> Tensor | None:
-        """Forward, loss and backward of one micro-batch; the window's last one is an update.
-
-        The loss function runs once. Where something is to be measured, the model alone is called again, in the way
-        that the loss called it.
-
-        Args:
-            loss_fn: batch -> 0-dim mean loss over `weight` targets, run in autocast; None leaves the batch out.
-            batch: of `batches`, or any nesting of tensors; it is moved to the device and into the layout in force.
-            weight: targets of the loss (samples, tokens, pixels); default: the first dimension of the first tensor.
-
-        Returns:
-            The loss, detached; None where it was left out.
-        """
-        self._tuning.before(batch)
-        with self._tuning.noting(), self.forward(batch) as placed:
-            loss = loss_fn(placed)
-        if loss is None:
-            self._step.leave_out()
-            return None
-        if not isinstance(loss, Tensor):
-            raise AccelError(f"training_step: the loss function returned {type(loss).__name__}, not the loss")
-        self._tuning.after()
-        if weight is None and not (weight := nested.samples(batch)):
-            raise AccelError(f"training_step: a batch of type {type(batch).__name__} holds no tensor; give weight=")
-        self.backward(loss, weight)
-        return loss.detach()
 
     @contextmanager
     def forward(self, *inputs: Any, padding: int = 0) -> Iterator[Any]:
@@ -218,14 +189,17 @@ class Accelerated(LoopRun, DeprecatedNames):
             inputs: tensors, or nestings of them; the first tensor is the micro-batch, [B, ...].
             padding: elements of it that are padding.
         """
-        if not self._validating and torch.is_grad_enabled():
-            first = next(nested.tensors(inputs), None)
-            if first is not None:
-                self._step.arrive(nested.samples(inputs))
-                self.session.shape(first.shape, padding)
+        training = not self._validating and torch.is_grad_enabled()
+        if training:
+            self._arrive(inputs, padding)
         placed = self.place(inputs)
-        with self.autocast():
-            yield placed[0] if len(placed) == 1 else placed
+        try:
+            with self.autocast():
+                yield placed[0] if len(placed) == 1 else placed
+        except RuntimeError as error:
+            if training:
+                raise_short(error, nested.samples(inputs), self.updates)
+            raise
 
     def place(self, value: Any) -> Any:
         """Any nesting of tensors, or what has a `.to`: on the model's device; tensors [B, C, H, W] in its layout."""
@@ -251,10 +225,8 @@ class Accelerated(LoopRun, DeprecatedNames):
             weight: those targets; a window's update is the gradient of the mean over all its targets. A loss over 0
                 targets, which may be NaN, adds nothing.
         """
-        if not isinstance(weight, Tensor) and not (isinstance(weight, Real) and 0 <= weight < math.inf):
-            raise AccelError(f"backward: weight={weight!r}: expected a count of targets, 0 or more")
-        if torch.is_autocast_enabled(self.device.type):
-            raise AccelError("backward: called inside autocast; leave accel.forward first, backward belongs outside")
+        check_weight(weight)
+        self._outside_autocast()
         return self._step.backward(loss, weight)
 
     def flush(self) -> Outcome | None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable
+from numbers import Real
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
@@ -62,6 +64,12 @@ def check_schedule(scheduler: Any) -> None:
             f"schedule={type(scheduler).__name__}: its step needs {', '.join(needed)}; leave schedule out and step it "
             "yourself, after validation"
         )
+
+
+def check_weight(weight: Any) -> None:
+    """Raises AccelError on what is no count of targets."""
+    if not isinstance(weight, Tensor) and not (isinstance(weight, Real) and 0 <= float(weight) < math.inf):
+        raise AccelError(f"backward: weight={weight!r}: expected a count of targets, 0 or more")
 
 
 def _needed(function: Callable[..., Any]) -> list[str]:

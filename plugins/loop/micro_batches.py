@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from integrations.contract import Outcome, Session
 from plugins.core.step.gradients import WindowGradients
+from plugins.loop.out_of_memory import raise_short
 
+Part = tuple[Callable[[], Tensor | None], "float | Tensor"]  # forward and loss, and the targets that it is a mean over
 FOREIGN = (
     "gradients that another backward left in the model between forward and accel.backward are no part of the update, "
     "as after optimizer.zero_grad(); add that loss to the one that accel.backward is given"
@@ -30,6 +33,8 @@ class LoopStep:
         self.session, self.scheduler, self.world = session, scheduler, world
         self._gradients = WindowGradients(session.parameters, lambda: session.keeps_gradients)
         self._arrived: int | None = None  # samples of the micro-batch that has had a forward, and no backward yet
+        self._begun = False  # the micro-batch has had a backward, and is not counted yet
+        session.rescue.held_by(again=self._gradients.drop)
 
     def arrive(self, samples: int) -> None:
         """A forward begins; the first since the last backward is the micro-batch's."""
@@ -37,47 +42,88 @@ class LoopStep:
             self._gradients.clear()
             self.session.arrived()
             self._arrived = samples
+            if not self.session.report.window.micro_batch:
+                self.session.describe_window(samples)
 
     def leave_out(self) -> None:
         """The micro-batch gets no backward."""
-        self._arrived = None
+        self._arrived, self._begun = None, False
 
     def backward(self, loss: Tensor | Iterable[tuple[Tensor, float]], weight: float | Tensor) -> Outcome | None:
         """See `Accelerated.backward`."""
         if self._arrived is None:
             self.arrive(int(weight))
-        samples, self._arrived = self._arrived or 0, None
-        if self._gradients.put_in(first=self.session.window.empty):
-            self.session.warn(FOREIGN)
-        if not self.session.report.window.micro_batch:
-            self.session.describe_window(samples)
+        self._put_in()
         try:
-            self.session.count(samples)
-            self._weighted_backward(loss, weight)
-        except BaseException:
-            self.session.drop()
-            self._gradients.drop()
+            for part, targets in [(loss, weight)] if isinstance(loss, Tensor) else loss:
+                self._weighted_backward(part, targets, weight)
+        except BaseException as error:
+            samples = self._arrived or 0
+            self.failed()
+            raise_short(error, samples, self.session.updates)
             raise
+        return self.finish()
+
+    def run(self, parts: Iterable[Part], total: float | Tensor) -> Tensor | None:
+        """Forward and backward of a micro-batch's parts, one after the other; no update.
+
+        Args:
+            parts: a forward that gives None is left out.
+            total: their targets together.
+
+        Returns:
+            The mean loss, detached; None where all of them were left out.
+        """
+        found: list[tuple[Tensor, float | Tensor]] = []
+        for forward, targets in parts:
+            if self._gradients.inside_parameters:
+                self._gradients.take_out()
+            loss = forward()
+            if loss is not None:
+                self._put_in()
+                self._weighted_backward(loss, targets, total)
+                found.append((loss.detach(), targets))
+        return _mean(found)
+
+    def finish(self) -> Outcome | None:
+        """The micro-batch has had its backward: it is counted, and may close the window."""
+        samples, self._arrived, self._begun = self._arrived or 0, None, False
+        self.session.count(samples)
+        if not self._gradients.inside_parameters:
+            self._gradients.put_in()
         outcome = self._closed(self.session.backward_done())
         if outcome is None:
             self._gradients.take_out()
         self.session.idle()
         return outcome
 
-    def _weighted_backward(self, loss: Tensor | Iterable[tuple[Tensor, float]], weight: float | Tensor) -> None:
-        factor = self.session.mean(weight)
+    def failed(self) -> None:
+        """An error in a backward: the window is dropped, and no gradient of it stays."""
+        if self._begun:
+            self.session.count(self._arrived or 0)
+        self._arrived, self._begun = None, False
+        self.session.drop()
+        self._gradients.drop()
+
+    def _put_in(self) -> None:
+        if self._gradients.put_in(first=self.session.window.empty and not self._begun):
+            self.session.warn(FOREIGN)
+        self._begun = True
+
+    def _weighted_backward(self, loss: Tensor, targets: float | Tensor, total: float | Tensor) -> None:
         window, scaler = self.session.window, self.session.scaler
-        if isinstance(weight, Tensor) and weight.device.type != "cpu":  # whether it is 0 would have to be waited for
-            factor = factor * (weight > 0) if window.weighted else factor
-        elif weight == 0:
+        factor = self.session.mean(targets)
+        if isinstance(targets, Tensor) and targets.device.type != "cpu":  # whether it is 0 would have to be waited for
+            factor = factor * (targets > 0) if window.weighted else factor
+        elif targets == 0:
             return
+        if not window.weighted and targets is not total:
+            factor = factor * (targets / total)
         if self.world > 1 and window.weighted:
             factor = factor * self.world  # the core averages gradients over ranks; the big batch's are their sum
-        for part, targets in [(loss, weight)] if isinstance(loss, Tensor) else loss:
-            share = factor if targets is weight else factor * (targets / weight)
-            self.session.loss(part, targets)
-            weighted = part * share if isinstance(share, Tensor) or share != 1.0 else part
-            (scaler.scale(weighted) if scaler is not None else weighted).backward()
+        self.session.loss(loss, targets)
+        weighted = loss * factor if isinstance(factor, Tensor) or factor != 1.0 else loss
+        (scaler.scale(weighted) if scaler is not None else weighted).backward()
 
     def flush(self) -> Outcome | None:
         """See `Accelerated.flush`."""
@@ -115,3 +161,12 @@ class LoopStep:
         self._gradients.take_out()
         if self.scheduler is not None and "scheduler" in state:
             self.scheduler.load_state_dict(state["scheduler"])
+
+
+def _mean(found: list[tuple[Tensor, float | Tensor]]) -> Tensor | None:
+    """Of losses, each a mean over so many targets; None of none."""
+    if len(found) < 2:
+        return found[0][0] if found else None
+    counted = [(loss, targets) for loss, targets in found if isinstance(targets, Tensor) or targets]
+    total = sum(targets for _, targets in counted)
+    return sum((loss * (targets / total) for loss, targets in counted), torch.zeros_like(found[0][0]))

@@ -1,4 +1,4 @@
-"""Keeps a run as it is while plans are tried on it."""
+"""Keeps a run as it is while plans are tried on it, or a window is done again."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ from plugins.core.telemetry.recorder import Recorder
 
 
 class RunGuard:
-    """What trials need of the run that they are made on; the tuner's `Owner`."""
+    """What trials and a rescue need of their run: the tuner's `Owner`, and the `Run` of `step.rescue`."""
 
     def __init__(self, model: nn.Module, update: Update, window: Window, recorder: Recorder) -> None:
         self.model, self.update, self.window, self.recorder = model, update, window, recorder
-        self.warn = recorder.warn
+        self.warn, self.sizes, self.out_of_memory = recorder.warn, recorder.sizes, recorder.out_of_memory
+        self.forgive = recorder.metrics.forgive
 
     @property
     def updates(self) -> int:
@@ -53,6 +54,11 @@ class RunGuard:
                 parameter.grad = None
             elif parameter.grad is not None:
                 parameter.grad.zero_()
+
+    def drop(self) -> None:
+        """Forget the window; its micro-batches are counted as dropped."""
+        self.recorder.report.window.dropped_micro_batches += self.window.micro_batches
+        self.window.close()
 
     def progress(self, text: str) -> None:
         """Show what is being tried; it is no part of the report."""

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from plugins.core.autotune import cost_model
 from plugins.core.plan import Plan, Timing
-from plugins.core.system import devices
+from plugins.core.system import devices, memory
 from plugins.errors import AccelError
 
 MATRIX = ("mm", "conv", "attention", "linear", "matmul", "einsum", "lstm", "gru", "rnn")
@@ -170,8 +170,9 @@ def time_steps(
     except AccelError:
         raise
     except Exception as error:  # what fails under the host's own plan comes again in the run's step, as its own error
-        short = isinstance(error, torch.OutOfMemoryError)
+        short = memory.is_out_of_memory(error)
         warn(f"plan {plan.name}: dropped, {'out of memory' if short else type(error).__name__} in its trial")
+        memory.let_go(error)
         clear()
         devices.empty_cache(device)
         return None

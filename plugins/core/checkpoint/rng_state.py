@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from plugins.core.system import devices
 
@@ -39,6 +42,31 @@ def set_random_state(state: Mapping[str, Any]) -> None:
 
         kind, keys, position, has_gauss, cached = state["numpy"]
         numpy.random.set_state((kind, keys.numpy().astype("uint32"), position, has_gauss, cached))
+
+
+@dataclass(frozen=True)
+class Generators:
+    """The same state in its generators' own forms, for the memory of this process only: cheap to take."""
+
+    python: Any
+    torch: Tensor
+    accelerators: list[Tensor]
+    numpy: Any
+
+    @classmethod
+    def now(cls) -> Generators:
+        """As it is now."""
+        numpy = sys.modules.get("numpy")  # one that nobody has imported draws nothing
+        state = numpy.random.get_state() if numpy is not None else None
+        return cls(random.getstate(), torch.get_rng_state(), devices.random_states(), state)
+
+    def put_back(self) -> None:
+        """Every generator draws again what it drew from here on."""
+        random.setstate(self.python)
+        torch.set_rng_state(self.torch)
+        devices.set_random_states(self.accelerators)
+        if self.numpy is not None:
+            sys.modules["numpy"].random.set_state(self.numpy)
 
 
 def seed_everything(seed: int) -> None:

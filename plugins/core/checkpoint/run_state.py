@@ -70,6 +70,7 @@ class RunState:
         statistics: BatchNorm's, as that window began.
         recorder: counts.
         tuner: the plan in force, the switches so far, and whether the run has measured.
+        rescue: how far batches are divided since memory ran out.
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class RunState:
         statistics: Part,
         recorder: Part,
         tuner: Part,
+        rescue: Part,
     ) -> None:
         average = update.average if isinstance(update.average, Part) else None
         self._parts: dict[str, Part] = {  # in the order in which they are put back
@@ -94,6 +96,7 @@ class RunState:
             "gradients": _OpenWindow(model, window, statistics),
             "counts": _Named("counts", recorder),
             "plan": tuner,
+            "rescue": _Named("rescue", rescue),
             "random": _Generators(),
         }
 
@@ -102,7 +105,7 @@ class RunState:
 
         Args:
             fields: of `config`, `model`, `beside_model`, `optimizer`, `scaler`, `average`, `window`, `gradients` (with
-                the statistics of an open window), `counts`, `plan` (with its switches) and `random`.
+                the statistics of an open window), `counts`, `plan` (with its switches), `rescue` and `random`.
 
         Raises:
             KeyError: there is no such field.

@@ -27,7 +27,7 @@ from plugins.core.compile.decision import CompileOutcome, CompileResult
 from plugins.core.compile.dynamic_shapes import Marker
 from plugins.core.step.batchnorm import Statistics
 from plugins.core.step.checkpointed_module import put, take_off
-from plugins.core.system import devices, versions
+from plugins.core.system import devices, memory, versions
 from plugins.errors import AccelError
 
 TRUSTED_CPU = "cpp.vec_isa_ok"
@@ -105,7 +105,7 @@ class CompiledModule:
                 with self._statistics_kept(), _compile_settings(quiet=self.marker.way == "strict"):
                     return self._compiled(*args, **kwargs)
             except Exception as error:
-                if _is_out_of_memory(error):  # the host's to handle: it may retry with a smaller batch
+                if memory.is_out_of_memory(error):  # the host's to handle: it may retry with a smaller batch
                     raise getattr(error, "inner_exception", None) or error from None
                 if _is_about_marks(error) and self.marker.relax():
                     self.marker.clear(*args, **kwargs)
@@ -236,10 +236,6 @@ def _is_about_marks(error: BaseException | None) -> bool:
             return True
         error = getattr(error, "inner_exception", None) or error.__cause__
     return False
-
-
-def _is_out_of_memory(error: Exception) -> bool:
-    return isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error).lower()
 
 
 def is_of(error: BaseException | None, *kinds: type[BaseException]) -> bool:

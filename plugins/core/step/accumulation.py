@@ -82,7 +82,7 @@ class Window:
     """The micro-batches since the last update.
 
     `size` is K, the micro-batches an update; None where the host decides when a window closes. Attributes
-    count what was added: `micro_batches`, `samples`.
+    count what was added: `micro_batches`, `samples`. `divided`: each is weighed in pieces, see `step.rescue`.
     """
 
     size: int | None = 1
@@ -90,6 +90,7 @@ class Window:
     micro_batches: int = 0
     samples: int = 0
     expected: int = 1
+    divided: bool = False
     _totals: dict[str, _Totals] = field(default_factory=dict)
     _power: dict[str, Scalar] = field(default_factory=dict)
     _last: dict[str, Scalar] = field(default_factory=dict)
@@ -112,7 +113,7 @@ class Window:
     @property
     def weighted(self) -> bool:
         """A window of one micro-batch on one rank is the big batch: nothing to weigh."""
-        return self.exact and (self.expected > 1 or _world() > 1)
+        return self.exact and (self.expected > 1 or self.divided or _world() > 1)
 
     def count(self, samples: int) -> None:
         """A micro-batch of `samples` images or sequences enters the window."""
@@ -189,6 +190,11 @@ class Window:
         self._totals.clear()
         self._announced = None
         self.expected = self.size or expected or self.expected
+
+    def again(self) -> None:
+        """Its gradients are dropped: the same micro-batches are to be weighed once more."""
+        self._totals.clear()
+        self._announced = None
 
     def state_dict(self) -> dict[str, Any]:
         """The counts, and for every group its totals, its power of two and its last factor."""

@@ -18,6 +18,9 @@ from torch import Tensor, nn
 class WindowGradients:
     """Of one optimizer.
 
+    Attributes:
+        inside_parameters: whether the parameters hold them now.
+
     Args:
         parameters: all that the optimizer holds now.
         keep: whether gradients have to stay where they are, as CUDA graphs need. They are then zeroed in place at a
@@ -27,6 +30,7 @@ class WindowGradients:
     def __init__(self, parameters: Callable[[], Iterable[nn.Parameter]], keep: Callable[[], bool]) -> None:
         self._parameters, self._keep = parameters, keep
         self._held: dict[nn.Parameter, Tensor] = {}
+        self.inside_parameters = False
 
     def clear(self) -> bool:
         """Drop what lies in the parameters; returns whether there was anything. Nothing where gradients stay."""
@@ -49,18 +53,19 @@ class WindowGradients:
                 torch._foreach_zero_(gradients)
         for parameter, gradient in self._held.items():
             parameter.grad = gradient
-        self._held = {}
+        self._held, self.inside_parameters = {}, True
         return dropped
 
     def take_out(self) -> None:
         """After a backward, if the window goes on."""
+        self.inside_parameters = False
         if not self._keep():
             self._held = {p: p.grad for p in self._parameters() if p.grad is not None}
             self.clear()
 
     def drop(self) -> None:
         """Forget the window."""
-        self._held = {}
+        self._held, self.inside_parameters = {}, False
         self.clear()
 
     @contextmanager

@@ -10,6 +10,7 @@ import contextlib
 import math
 import resource
 import sys
+import traceback
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -22,6 +23,14 @@ from plugins.core.system import devices
 GIB = 1024**3
 CONTEXT_GIB = 0.8  # of a second process on the same device: torch, its compiler, a CUDA context
 CUDA_GRAPHS = 0.10  # of the peak: what a pool of CUDA graphs takes on top (5 to 10 % seen)
+# Of errors that are no `torch.OutOfMemoryError`: the CPU's allocator, cuBLAS, MPS, older releases and other devices.
+SHORT = (
+    "out of memory",
+    "can't allocate memory",
+    "not enough memory",
+    "status_alloc_failed",
+    "devmem allocation failed",
+)
 _CLEAR = Path("/proc/self/clear_refs")
 _STATUS = Path("/proc/self/status")
 _GROUPS = Path("/proc/self/cgroup")
@@ -151,3 +160,18 @@ def room_for_cuda_graphs(device: torch.device) -> bool:
     if peak is None or held is None:
         return True
     return free_gib(device) * GIB + held - peak > CUDA_GRAPHS * peak
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory did not suffice, of an accelerator or of this machine."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(text in str(error).lower() for text in SHORT)
+
+
+def let_go(error: BaseException) -> None:
+    """Drop what the frames of a caught error hold: the tensors of the forward that failed, and its graph."""
+    at: BaseException | None = error
+    while at is not None:
+        traceback.clear_frames(at.__traceback__)
+        at = at.__context__

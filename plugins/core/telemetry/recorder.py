@@ -82,12 +82,17 @@ class Recorder:
                 "its statistics those of the big batch; batchnorm=freeze avoids it when fine-tuning"
             )
 
-    def sizes(self, micro_batches: int, micro_batch: int) -> None:
-        """An update's micro-batches, and the samples of one."""
+    def sizes(self, micro_batches: int, micro_batch: int, effective_batch: int) -> None:
+        """An update's micro-batches, the samples of one, and those of the update."""
         facts = self.report.window
-        facts.accumulate, facts.micro_batch = micro_batches, micro_batch
-        facts.effective_batch = micro_batches * micro_batch
+        facts.accumulate, facts.micro_batch, facts.effective_batch = micro_batches, micro_batch, effective_batch
         self.observer.resized(micro_batch)
+
+    def out_of_memory(self, micro_batch: int) -> None:
+        """Memory ran out in the update that is under way; micro-batches have so many samples since."""
+        facts = self.report.memory
+        count = facts.out_of_memory.get("count", 0) + 1
+        facts.out_of_memory = {"count": count, "update": self.updates, "micro_batch": micro_batch}
 
     # -- while it runs --------------------------------------------------------------------------------------------
 

@@ -75,7 +75,10 @@ class SpeedFacts:
 
 @dataclass
 class MemoryFacts:
-    """Peaks in GiB, and the most there is; `kind` says of what: the device's allocator, or rss, the resident memory."""
+    """Peaks in GiB, and the most there is; `kind` says of what: the device's allocator, or rss, the resident memory.
+
+    `out_of_memory`, where memory ran out: `count` of times, `update` of the latest, `micro_batch` since.
+    """
 
     kind: str = ""
     allocator: str = "host"
@@ -83,6 +86,7 @@ class MemoryFacts:
     first_step_peak_gib: float | None = None
     steady_peak_gib: float | None = None
     limit_gib: float | None = None
+    out_of_memory: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass

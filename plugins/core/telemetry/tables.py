@@ -35,6 +35,7 @@ WORDS = {
     "kind": "what is measured",
     "first_step_peak_gib": "GiB at the first update's peak",
     "steady_peak_gib": "GiB at the peak of later updates",
+    "out_of_memory": "out of memory",
     "limit_gib": "GiB that there are",
     "seen": "input shapes seen",
     "buckets": "bucket edges",
