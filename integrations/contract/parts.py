@@ -221,6 +221,9 @@ class Files(Protocol):
     def drop_sidecars(self, checkpoint: Path, keep: Path | None = None) -> None:
         """Remove the extra state of earlier writes of this checkpoint, apart from `keep`."""
 
+    def copy_by_name(self, live: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
+        """Put whole values, which every rank has, into live tensors, sharded ones among them."""
+
     def seed_everything(self, seed: int) -> None:
         """Seed Python's, NumPy's and torch's generators."""
 
@@ -269,7 +272,7 @@ class WeightAverage(Average, Protocol):
         """Inside, the model holds the live weights, also inside `swapped`."""
 
     def live(self) -> dict[str, Tensor]:
-        """The live weights by name."""
+        """The live weights by name, whole: all ranks of a sharded model call it."""
 
     def adopt(self) -> None:
         """The averaged weights become the model's own."""

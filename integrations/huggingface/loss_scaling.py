@@ -29,6 +29,7 @@ from integrations.huggingface.loss_rules.counting import SUM, Counting
 from integrations.huggingface.loss_rules.evidence import Evidence, over_ranks, ranks
 from integrations.huggingface.loss_rules.find_rule import Finding, find_rule, of_the_user, own_count, tolerance
 from integrations.huggingface.loss_rules.observation import KINDS, Rule, Seen, Way
+from integrations.huggingface.sharding import is_sharded
 
 LEFT = "weighted as the host does"
 WHOLE, NOTHING = Share(1.0, 1.0), Share(0.0, 0.0)
@@ -232,6 +233,9 @@ class Losses:
             self.approximate("the first window: its first micro-batches were weighed by another rule than its last")
             return
         found = [p.grad for p in self.trainer.model.parameters() if p.grad is not None]
+        if not found and is_sharded(self.trainer) and changes[0] != 1.0:  # FSDP holds them until the window's last
+            self.approximate("the first window: its first micro-batches were weighed by another rule than its last")
+            return
         if found and changes[0] != 1.0:
             torch._foreach_mul_(found, changes[0])
         self._window.given = [(rule, counts) for _, counts in given]

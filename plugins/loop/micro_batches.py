@@ -6,10 +6,12 @@ from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from integrations.contract import Outcome, Session
 from plugins.core.step.gradients import WindowGradients
+from plugins.errors import AccelError
 
 FOREIGN = (
     "gradients that another backward left in the model between forward and accel.backward are no part of the update, "
@@ -24,10 +26,11 @@ class LoopStep:
         session: the run, its parts built.
         scheduler: stepped once an update that happened, or None.
         world: ranks.
+        sharded: whether the model's parameters are, over the ranks.
     """
 
-    def __init__(self, session: Session, scheduler: Any, world: int) -> None:
-        self.session, self.scheduler, self.world = session, scheduler, world
+    def __init__(self, session: Session, scheduler: Any, world: int, sharded: bool) -> None:
+        self.session, self.scheduler, self.world, self._sharded = session, scheduler, world, sharded
         self._gradients = WindowGradients(session.parameters, lambda: session.keeps_gradients)
         self._arrived: int | None = None  # samples of the micro-batch that has had a forward, and no backward yet
 
@@ -70,6 +73,8 @@ class LoopStep:
         if isinstance(weight, Tensor) and weight.device.type != "cpu":  # whether it is 0 would have to be waited for
             factor = factor * (weight > 0) if window.weighted else factor
         elif weight == 0:
+            if self._sharded:
+                self._backward_without_share(loss)
             return
         if self.world > 1 and window.weighted:
             factor = factor * self.world  # the core averages gradients over ranks; the big batch's are their sum
@@ -77,6 +82,18 @@ class LoopStep:
             share = factor if targets is weight else factor * (targets / weight)
             weighted = part * share if isinstance(share, Tensor) or share != 1.0 else part
             (scaler.scale(weighted) if scaler is not None else weighted).backward()
+
+    def _backward_without_share(self, loss: Tensor | Iterable[tuple[Tensor, float]]) -> None:
+        """Of a sharded model every rank takes part in every backward, also one whose micro-batch has no targets."""
+        scaler = self.session.scaler
+        for part, _ in [(loss, 0.0)] if isinstance(loss, Tensor) else loss:
+            if not bool(torch.isfinite(part)):
+                raise AccelError(
+                    f"backward: weight=0 with a loss of {float(part)}: the model is sharded, so that its backward has "
+                    "to run; make it a finite loss, such as its sum"
+                )
+            nothing = part * 0.0
+            (scaler.scale(nothing) if scaler is not None else nothing).backward()
 
     def flush(self) -> Outcome | None:
         """See `Accelerated.flush`."""

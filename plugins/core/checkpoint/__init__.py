@@ -4,11 +4,13 @@ from plugins.core.checkpoint.atomic_file import AtomicPath, on_cpu, sweep, write
 from plugins.core.checkpoint.module_names import clean_key, load_own_state, own_name, own_state, unwrap
 from plugins.core.checkpoint.rng_state import random_state, seed_everything, set_random_state
 from plugins.core.checkpoint.sidecar import DamagedState, drop_sidecars, load_sidecar, save_sidecar, sidecar_path
+from plugins.core.system.sharding import copy_by_name
 
 __all__ = [
     "AtomicPath",
     "DamagedState",
     "clean_key",
+    "copy_by_name",
     "drop_sidecars",
     "load_own_state",
     "load_sidecar",

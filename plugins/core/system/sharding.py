@@ -1,4 +1,4 @@
-"""Tensors that are sharded over ranks (FSDP2's `fully_shard`, any DTensor): their shards, their norm, the whole of them.
+"""Tensors that are sharded over ranks (FSDP2's `fully_shard`, any DTensor): their shards, norm, and whole.
 
 What is elementwise (an average, a factor, clipping) is done on each rank's own shard. What is not (a norm, a file) goes
 through DTensor, which knows how the shards lie; those are collectives, which every rank has to call.
@@ -32,7 +32,7 @@ def shard(tensor: Tensor) -> Tensor:
 
 
 def whole(value: Any) -> Any:
-    """The same dicts, lists and values, with every sharded tensor gathered on the CPU, one after the other. Collective."""
+    """The same dicts, lists and values; sharded tensors gathered, one after the other, on the CPU. Collective."""
     return tree_map(lambda item: item.detach().full_tensor().cpu() if is_sharded(item) else item, value)
 
 
@@ -40,12 +40,26 @@ def placed_as(value: Tensor, like: Tensor) -> Tensor:
     """A whole tensor, which every rank has, sharded as `like` is; as it is where that is not sharded. No collective."""
     if not is_sharded(like) or is_sharded(value):
         return value
-    from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+    from torch.distributed.tensor import DTensor, Replicate
 
     mesh = like.device_mesh  # type: ignore[attr-defined]
     here = DTensor.from_local(value.to(like.device), mesh, [Replicate()] * mesh.ndim, run_check=False)
-    assert callable(distribute_tensor)
     return here.redistribute(mesh, like.placements)  # type: ignore[attr-defined, no-any-return]
+
+
+def placed_for(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
+    """A state of this optimizer in whole tensors, those of a sharded parameter's shape sharded as it is."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if not any(is_sharded(parameter) for parameter in parameters):
+        return dict(state)
+
+    def placed(value: Any, parameter: Tensor) -> Any:
+        fits = isinstance(value, Tensor) and value.shape == parameter.shape
+        return placed_as(value, parameter) if fits else value
+
+    held = state["state"]
+    states = {at: {n: placed(v, parameters[at]) for n, v in values.items()} for at, values in held.items()}
+    return {**state, "state": states}
 
 
 def total_norm(tensors: Iterable[Tensor]) -> Tensor:

@@ -1,0 +1,29 @@
+"""A Trainer whose model is sharded over ranks: which ways are served, and what its checkpoints then need."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from integrations.contract import UnsupportedRun
+
+
+def is_sharded(trainer: Any) -> bool:
+    """Whether accelerate shards the model (FSDP), or transformers did as it loaded it (`distributed_config`)."""
+    return bool(trainer.is_fsdp_enabled or getattr(trainer, "is_distributed_loading_by_transformers", False))
+
+
+def refuse(trainer: Any, config: Any) -> None:
+    """Raise UnsupportedRun, one line, for an engine that is not served, or a setting that shards cannot have."""
+    if trainer.is_deepspeed_enabled:
+        raise UnsupportedRun(
+            "deepspeed: not supported by the plug; allowed are one process, several under DDP, and FSDP version 2"
+        )
+    if trainer.is_fsdp_enabled:
+        version = getattr(trainer.accelerator.state.fsdp_plugin, "fsdp_version", 1)
+        if version != 2:
+            raise UnsupportedRun(
+                f"fsdp version {version}: not supported by the plug; set fsdp_config={{'version': 2}} in "
+                "TrainingArguments, or fsdp_version: 2 in accelerate's config"
+            )
+    if is_sharded(trainer) and config.memory_format == "channels_last":
+        raise UnsupportedRun("memory_format=channels_last: FSDP has laid the weights out; allowed are auto and host")
