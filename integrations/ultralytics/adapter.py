@@ -1,19 +1,17 @@
 """Holds one Ultralytics trainer: turns its loop into the calls of `integrations.contract`. All patches go on here.
 
 All is done at `on_pretrain_routine_end`, which every rank fires once model, optimizer, EMA and loaders are built.
-Patched on the trainer: `optimizer_step`, `preprocess_batch`, `_model_train`, `_build_train_pipeline`,
-`_close_dataloader_mosaic`, `validate`, `_handle_nan_recovery`, `save_model`, `final_eval`, and the paths `last`,
-`best`, `wdir`. On the live model: `loss`. On its criterion: `loss` and its assigner's `forward`. The module-level
-`strip_optimizer` is exchanged only while `final_eval` runs. The trainer's `accumulate` is held at 1, so that
-`optimizer_step` is called after every micro-batch; a user's own is called once a window. What callbacks exchange
-during the run (the optimizer, the scaler, the criterion, `optimizer_step`, `preprocess_batch`, `model.loss`) is
-looked up where it is used.
+Patched on the trainer: `optimizer_step`, `preprocess_batch`, `_model_train`, `_build_train_pipeline`, `validate`,
+`_close_dataloader_mosaic`, `_handle_nan_recovery`, `save_model`, `final_eval`, and the paths `last`, `best`, `wdir`. On
+the live model: `loss`. On its criterion: `loss` and its assigner's `forward`. The module-level `strip_optimizer` is
+exchanged only while `final_eval` runs. The trainer's `accumulate` is held at 1, so that `optimizer_step` is called
+after every micro-batch; a user's own is called once a window. What callbacks exchange during the run (the optimizer,
+the scaler, the criterion, `optimizer_step`, `preprocess_batch`, `model.loss`) is looked up where it is used.
 """
 
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -23,7 +21,7 @@ from torch import nn
 
 from integrations.contract import HostTools, Session, UnsupportedRun
 from integrations.patches import Hook, NotCopied, Patches
-from integrations.ultralytics import data, schedule, supported, versions
+from integrations.ultralytics import data, ranks, schedule, supported, versions
 from integrations.ultralytics.checkpointing import Saving
 from integrations.ultralytics.ema import HostAverage, set_decay
 from integrations.ultralytics.loss_scaling import Losses, loss_groups
@@ -47,9 +45,10 @@ class Adapter(NotCopied):
         }
         self._resumed: dict[str, Any] | None = None
         self._gradients: list[tuple[nn.Parameter, Any]] = []  # of a resumed window
-        self._draw: Any = None
+        self._draw = data.OneDraw()
         self._mosaic_closed = False
         self._index = -1  # of the micro-batch in its epoch
+        self._ranks = ranks.RankStates(trainer, self._own_state)
 
     @property
     def session(self) -> Session:
@@ -76,9 +75,7 @@ class Adapter(NotCopied):
         start = tools.start(trainer.device)
         self.layout.start(start.precision, start.memory_format)
         accumulates = (self.size or host_accumulate) > 1
-        sync = accumulates and isinstance(trainer.model, nn.parallel.DistributedDataParallel)
-        if sync:
-            trainer.model.require_backward_grad_sync = False  # one reduction an update, at the close
+        sync = ranks.hold_reduction(trainer, accumulates)
         groups = loss_groups(self.model, config.normalise)
         self._session = session = tools.new_session(
             self.model,
@@ -99,7 +96,7 @@ class Adapter(NotCopied):
         )
         set_decay(trainer, session, config.ema)
         self.losses = Losses(self.model, session, self.patches, groups)
-        self.crosses_epochs = self.losses.crosses_epochs
+        self.crosses_epochs = self.losses.crosses_epochs and not ranks.several(trainer)  # rank 0 alone saves its part
         self._resize(self.size)
         self._patch()
         self.saving = Saving(trainer, session, self.patches, self._state)
@@ -114,8 +111,7 @@ class Adapter(NotCopied):
         for event, function in self._callbacks.items():
             if function in self.trainer.callbacks[event]:
                 self.trainer.callbacks[event].remove(function)
-        if isinstance(self.trainer.model, nn.parallel.DistributedDataParallel):
-            self.trainer.model.require_backward_grad_sync = True
+        ranks.give_back_reduction(self.trainer)
 
     @contextmanager
     def released_on_error(self) -> Iterator[None]:
@@ -153,7 +149,7 @@ class Adapter(NotCopied):
         if self.size is not None:
             schedule.set_weight_decay(trainer, trainer.batch_size * self.size)
         self._gradients = [(p, p.grad) for p in self.model.parameters()]  # the host zeroes them before its first epoch
-        self._resumed = state
+        self._resumed = ranks.of_this_rank(trainer, state)
 
     # -- the loop, in its order ---------------------------------------------------------------------------------
     def _epoch_start(self, trainer: Any) -> None:
@@ -170,7 +166,7 @@ class Adapter(NotCopied):
                     f"the data set holds {len(trainer.train_loader.dataset)} images, and held "
                     f"{state['data']['samples']} when this checkpoint was saved: their order begins anew"
                 )
-            self._draw = state["draw"] and (state["draw"][0], tuple(state["draw"][1]), state["draw"][2])
+            self._draw.load(state["draw"])
             self.session.files.set_random_state(state["random"])
 
     def _close_dataloader_mosaic(self) -> None:
@@ -206,7 +202,7 @@ class Adapter(NotCopied):
                 self.session.warn(f"trainer.accumulate={chosen}: set by a callback; the plug's own {self.size} holds")
         self.session.micro_batch(batch["img"].shape[0], expected=self._due() if self.size is None else None)
         if getattr(self.trainer.args, "multi_scale", 0.0) and self.session.window.expected > 1:
-            batch = self._preprocess_at_one_scale(inner, batch, first)
+            batch = self._draw.preprocess(inner, batch, first)
         else:
             batch = inner(batch)
         self.session.shape(batch["img"].shape)
@@ -219,20 +215,6 @@ class Adapter(NotCopied):
         """Micro-batches that are still to come, this one included."""
         trainer = self.trainer
         return int((trainer.epochs - trainer.epoch) * len(trainer.train_loader) - self._index)
-
-    def _preprocess_at_one_scale(
-        self, preprocess: Callable[..., dict[str, Any]], batch: dict[str, Any], first: bool
-    ) -> dict[str, Any]:
-        """One multi-scale draw a window, as one big batch would have; the generator goes on as it would have."""
-        if first or self._draw is None:
-            self._draw = random.getstate()
-            return preprocess(batch)
-        now = random.getstate()
-        random.setstate(self._draw)
-        try:
-            return preprocess(batch)
-        finally:
-            random.setstate(now)
 
     def _due(self) -> int:
         """Micro-batches after which this window closes; by the host's own rule that changes in warm-up."""
@@ -251,6 +233,7 @@ class Adapter(NotCopied):
         final = trainer.epoch + 1 >= trainer.epochs or trainer.stop
         if final or not self.crosses_epochs:
             self.stepping.close()
+        self._ranks.gather()
 
     def _validate(self) -> Any:
         if self.trainer.ema:
@@ -294,7 +277,15 @@ class Adapter(NotCopied):
         """What the host's checkpoint lacks: live weights, full-precision optimizer, window, random state, loader."""
         return {
             **self.session.state_dict(),
-            "loader": data.position(self.trainer.train_loader),
+            **self._own_state(),
             "mosaic_closed": self._mosaic_closed,
-            "draw": self._draw and [self._draw[0], list(self._draw[1]), self._draw[2]],
+            "ranks": self._ranks.gathered,
+        }
+
+    def _own_state(self) -> dict[str, Any]:
+        """What differs from rank to rank, as the next epoch will find it."""
+        return {
+            "random": self.session.files.random_state(),
+            "loader": data.position(self.trainer.train_loader),
+            "draw": self._draw.state(),
         }

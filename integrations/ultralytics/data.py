@@ -8,10 +8,41 @@ them; one that makes an iterator an epoch goes on from where its generators stoo
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from ultralytics.data.build import InfiniteDataLoader
+
+
+class OneDraw:
+    """One multi-scale draw a window, as one big batch would have; the generator goes on as it would have."""
+
+    def __init__(self) -> None:
+        self._before: Any = None  # Python's generator, as it was before the window's draw
+
+    def preprocess(
+        self, inner: Callable[[dict[str, Any]], dict[str, Any]], batch: dict[str, Any], first: bool
+    ) -> dict[str, Any]:
+        """The host's own, with the draw of the window's first micro-batch."""
+        if first or self._before is None:
+            self._before = random.getstate()
+            return inner(batch)
+        now = random.getstate()
+        random.setstate(self._before)
+        try:
+            return inner(batch)
+        finally:
+            random.setstate(now)
+
+    def state(self) -> Any:
+        """Plain values; None before the first draw."""
+        return self._before and [self._before[0], list(self._before[1]), self._before[2]]
+
+    def load(self, state: Any) -> None:
+        """Put back what `state` gave."""
+        self._before = state and (state[0], tuple(state[1]), state[2])
 
 
 def seed(loader: Any, number: int) -> None:

@@ -60,29 +60,19 @@ class Notes:
 
     def __init__(self) -> None:
         self.spy = Spy(heavy=True)
+        self.size = 0
 
     def started(self, trainer: Any) -> None:
+        self.size = trainer.accel.size
         model = trainer.model
         trainer.model = engine.unwrap_model(model)
+        self.spy.heavy = not trainer.resume  # which settles BatchNorm's statistics
         self.spy.hold(trainer)
         trainer.model = model
 
     def ended(self, trainer: Any) -> None:
-        folder = Path(os.environ[NOTES])
-        updates = [(u.gradients, u.batches, u.rates) for u in self.spy.updates]
-        every: list[Any] = [None] * RANKS
-        dist.all_gather_object(every, updates)
-        model = engine.unwrap_model(trainer.model)
-        torch.save(
-            {
-                "updates": every,
-                "models": [u.model for u in self.spy.updates] if RANK == 0 else [],
-                "weights": tensors(model),
-                "size": getattr(getattr(trainer, "accel", None), "size", None),
-                "synced": model is not trainer.model,
-            },
-            folder / f"{trainer.args.name}-{RANK}.pt",
-        )
+        found = {"updates": self.spy.updates, "weights": tensors(engine.unwrap_model(trainer.model)), "size": self.size}
+        torch.save(found, Path(os.environ[NOTES]) / f"{trainer.args.name}-{RANK}.pt")
 
 
 notes = Notes()
@@ -105,10 +95,10 @@ def stop(trainer: Any) -> None:
 
 def main(model: str, data: str, folder: str, name: str, accumulate: str, resume: str = "") -> None:
     plugged = attach(YOLO(resume or model), plan="off", accumulate=int(accumulate), batchnorm="freeze", clip_norm="off")
-    for event, function in {"on_train_start": started, "on_train_end": ended, "on_fit_epoch_end": stop,
+    for event, function in {"on_train_start": started, "teardown": ended, "on_fit_epoch_end": stop,
                             "on_train_batch_start": freeze_batchnorm}.items():  # fmt: skip
         plugged.add_callback(event, function)
-    more = {"resume": True} if resume else {"data": data, "epochs": 3, "batch": 4, "imgsz": 64, "warmup_epochs": 0,
+    more = {"resume": True} if resume else {"data": data, "epochs": 2, "batch": 4, "imgsz": 64, "warmup_epochs": 0,
             "optimizer": "SGD", "plots": False, "val": False, "workers": 0, "project": folder, "name": name,
             "amp": False, "device": "cpu", **PLAIN}  # fmt: skip
     plugged.train(trainer=OnTwoRanks, **more)
