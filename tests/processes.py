@@ -41,9 +41,10 @@ def run(target: str, folder: Path, ranks: int = 2, seconds: float = 150, *names:
     """
     (folder / STORE).unlink(missing_ok=True)
     started, logs = [], [folder / f"rank{rank}.log" for rank in range(ranks)]
+    end = time.time() + seconds
     for rank, log in enumerate(logs):
         place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
-        command = [sys.executable, "-m", "tests.processes", target, str(folder), str(seconds), *names]
+        command = [sys.executable, "-m", "tests.processes", target, str(folder), str(end), *names]
         started.append(_start(command, log, environment(**place, **more)))
     _wait(started, logs, seconds)
 
@@ -98,12 +99,13 @@ def _end(log: Path) -> str:
     return log.read_text(errors="replace")[-4000:]
 
 
-def _rank(target: str, folder: str, seconds: float, *names: str) -> None:
-    """What one process runs."""
+def _rank(target: str, folder: str, end: float, *names: str) -> None:
+    """What one process runs; it says where it stands if it has not come to its end shortly before that time."""
+    seconds = max(end - time.time(), 4)
+    faulthandler.dump_traceback_later(seconds - 3)
     import torch
     import torch.distributed as dist
 
-    faulthandler.dump_traceback_later(max(seconds - 5, 1))  # where it stands, if it does not come to an end
     torch.set_num_threads(1)
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     limit = timedelta(seconds=min(COLLECTIVE, seconds))

@@ -13,6 +13,7 @@ import torch
 from integrations.ultralytics import ranks as host_ranks
 from tests import processes
 from tests.ultralytics.conftest import off_the_big_batch, same
+from tests.ultralytics.two_ranks import KEPT
 
 IMAGES = 14  # in batches of 2 + 2, the last of 1 + 1; windows of 3 and of 1 micro-batches, for they end with an epoch
 WINDOWS = [3, 1] * 2
@@ -23,22 +24,20 @@ Start = Callable[..., list[dict[str, Any]]]
 def runs(
     data: Callable[..., Path], models: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]], str]:
-    """(a straight run of two epochs, one that is killed after its first epoch and resumed, what the host printed)."""
+    """(a straight run of two epochs, one resumed from its first epoch's checkpoint, what the host printed)."""
     settings = str(tmp_path_factory.mktemp("settings"))
 
-    def start(folder: Path, resume: str = "", **more: str) -> tuple[list[dict[str, Any]], str]:
+    def start(folder: Path, resume: str = "") -> tuple[list[dict[str, Any]], str]:
         command = [sys.executable, "-m", "tests.ultralytics.two_ranks", str(models("detect")),
                    str(data(IMAGES, empty=(1, 5))), str(folder), "run", "3", *([resume] if resume else [])]  # fmt: skip
-        environment = {"NOTES": str(folder), "YOLO_OFFLINE": "1", "YOLO_CONFIG_DIR": settings, **more}
+        environment = {"NOTES": str(folder), "YOLO_OFFLINE": "1", "YOLO_CONFIG_DIR": settings}
         printed = processes.launch(command, folder / "log", 300, **environment)
         files = sorted(folder.glob("run-*.pt"))
         return [torch.load(file, weights_only=False) for file in files], printed
 
-    straight, printed = start(tmp_path_factory.mktemp("straight"))
-    folder = tmp_path_factory.mktemp("resumed")
-    nothing, _ = start(folder, STOP_AFTER="1")
-    assert nothing == []
-    resumed, _ = start(folder, str(folder / "run" / "weights" / "last.pt"))
+    folder = tmp_path_factory.mktemp("straight")
+    straight, printed = start(folder)
+    resumed, _ = start(tmp_path_factory.mktemp("resumed"), str(folder / KEPT / "last.pt"))
     return straight, resumed, printed
 
 
