@@ -16,7 +16,8 @@ def refuse(trainer: Any, config: Any) -> None:
     """Raise UnsupportedRun, one line, for an engine that is not served, or a setting that shards cannot have."""
     if trainer.is_deepspeed_enabled:
         raise UnsupportedRun(
-            "deepspeed: not supported by the plug; allowed are one process, several under DDP, and FSDP version 2"
+            "deepspeed: not supported by the plug, as its engine clips and steps by itself; allowed are one process, "
+            "several under DDP, and FSDP version 2 (fsdp=True)"
         )
     if trainer.is_fsdp_enabled:
         version = getattr(trainer.accelerator.state.fsdp_plugin, "fsdp_version", 1)
