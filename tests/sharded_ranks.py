@@ -70,6 +70,9 @@ def train(rank: int, folder: str) -> None:
     """Two epochs; the same with a stop in the middle of a window; a NaN on one rank; a batch without targets."""
     accel = run_of(sharded())
     norms = epoch(accel, rank) + epoch(accel, rank)
+    with torch.no_grad():
+        accel.model(parts(rank)[0][0])
+    assert accel.session.beside_model() == []  # also while the root's parameters are gathered
     found = {"norms": norms, "average": accel.weights(), "report": accel.session.report.data()}
     path = accel.save(Path(folder) / "whole.pt", epoch=2)
 

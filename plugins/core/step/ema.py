@@ -35,7 +35,7 @@ class EMA:
         self._inside = False
         self._narrow: dict[str, Tensor] = {}  # live values of wider averages, while the model holds those
         reshard(model)
-        self.model = model
+        self._model = model
         self._live = _tensors(model)
         self._shadow = {name: _copy(tensor, wide) for name, tensor in self._live.items()}
 
@@ -76,7 +76,7 @@ class EMA:
     @torch.no_grad()
     def _swap(self) -> None:
         """Values change places, one tensor after the other; a wider average stays, and only lends its value."""
-        reshard(self.model)
+        reshard(self._model)
         for name, tensor in self._live.items():
             shadow, now = self._shadow[name], tensor.detach().clone()
             if shadow.dtype == tensor.dtype:
@@ -92,6 +92,7 @@ class EMA:
     @torch.no_grad()
     def adopt(self) -> None:
         """Leave the averaged weights in the model for good (the end of a run)."""
+        reshard(self._model)
         for name, tensor in self._live.items():
             tensor.copy_(self._shadow[name])
 
@@ -111,6 +112,7 @@ class EMA:
     @torch.no_grad()
     def resume(self, live: Mapping[str, Tensor], updates: int) -> None:
         """The model holds the averaged weights (a checkpoint gave them): take them over, and put `live` back."""
+        reshard(self._model)
         self.reseed()
         self.updates = updates
         copy_by_name(self._live, live)

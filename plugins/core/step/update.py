@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from plugins.core.step.accumulation import ALL, Window, over_ranks, scale_
 from plugins.core.system.devices import collective_device
-from plugins.core.system.sharding import is_sharded, total_norm
+from plugins.core.system.sharding import is_sharded, reshard, total_norm
 from plugins.errors import AccelError
 
 
@@ -97,6 +97,7 @@ class Update:
 
     def beside(self, model: nn.Module) -> list[nn.Parameter]:
         """What the optimizer holds and the model does not (a criterion's weights), in the order of its groups."""
+        reshard(model)  # while it is gathered, a model gives other tensors than the optimizer holds
         own = {id(p) for p in model.parameters()}
         return [p for group in self.optimizer.param_groups for p in group["params"] if id(p) not in own]
 
