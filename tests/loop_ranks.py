@@ -1,17 +1,16 @@
-"""Worker of the loop's tests over several ranks: importable by a spawned process."""
+"""What the ranks of the loop's tests run, see `tests/processes.py`."""
 
 from __future__ import annotations
 
-from datetime import timedelta
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
 from plugins.errors import AccelError
 from tests.loops import accelerated, data, net
+from tests.processes import leave
 
 PARTS = [[4, 2, 3, 1, 4], [5, 2], []]  # micro-batches of each rank: windows of 2 + 2 + 1, of 2, and none
 
@@ -25,11 +24,8 @@ def head(seed):
     return nn.Parameter(torch.randn(3))
 
 
-def train(rank, folder, ranks):
+def train(rank, folder):
     """Unequal counts of batches: two epochs, one of each form of loop; then a rank that leaves without a word."""
-    torch.set_num_threads(1)
-    store = f"file://{folder}/store"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=20))
     model, own = net(seed=rank), head(rank)
     optimizer = torch.optim.SGD([*model.parameters(), own], lr=0.1, momentum=0.9)
     accel = accelerated(model, optimizer, accumulate=2, clip_norm=0.5, ema=0.5)
@@ -56,4 +52,4 @@ def train(rank, folder, ranks):
             break
     torch.save({**found, "told": told}, Path(folder) / f"{rank}.pt")
     accel.end()
-    dist.destroy_process_group()
+    leave()

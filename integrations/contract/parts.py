@@ -155,6 +155,9 @@ class Files(Protocol):
             ValueError: it cannot be read, in a few words that do not name it.
         """
 
+    def copy_by_name(self, live: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
+        """Put whole values, which every rank has, into live tensors, sharded ones among them."""
+
     def seed_everything(self, seed: int) -> None:
         """Seed Python's, NumPy's and torch's generators."""
 
@@ -203,7 +206,7 @@ class WeightAverage(Average, Protocol):
         """Inside, the model holds the live weights, also inside `swapped`."""
 
     def live(self) -> dict[str, Tensor]:
-        """The live weights by name."""
+        """The live weights by name, whole: all ranks of a sharded model call it."""
 
     def adopt(self) -> None:
         """The averaged weights become the model's own."""

@@ -28,7 +28,7 @@ from integrations.huggingface.lengths import length_key
 from integrations.huggingface.loss_scaling import Losses
 from integrations.huggingface.losses import read_losses
 from integrations.huggingface.padding import covers_unequal_padding
-from integrations.huggingface.patches import Held, of_host
+from integrations.huggingface.patches import Held, bare_optimizer, of_host
 from integrations.huggingface.precision_layout import Layout
 from integrations.huggingface.run_start import Starting
 from integrations.huggingface.windows import Windows
@@ -150,7 +150,7 @@ class Adapter:
         self.layout.apply(start.precision, start.memory_format)
         self.session = self.losses.session = session = self.tools.new_session(
             model,
-            _bare(trainer.optimizer),
+            bare_optimizer(trainer.optimizer),
             device=args.device,
             micro_batch=trainer._train_batch_size,
             size=args.gradient_accumulation_steps,
@@ -292,10 +292,3 @@ class Adapter:
             getattr(self.session, kind)(text)
         elif (kind, text) not in self._told:
             self._told.append((kind, text))
-
-
-def _bare(optimizer: Any) -> Any:
-    """The torch optimizer inside accelerate's wrapper."""
-    while hasattr(optimizer, "optimizer") and hasattr(optimizer, "step_was_skipped"):
-        optimizer = optimizer.optimizer
-    return optimizer

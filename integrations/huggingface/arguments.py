@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from integrations.contract import UnsupportedRun
+from integrations.huggingface import sharding
 from integrations.huggingface.lengths import most_positions
 from integrations.huggingface.patches import Held
 from integrations.shared.batch_size import micro_batches_per_update
@@ -27,12 +28,7 @@ def refuse_contradictions(trainer: Any, config: Any) -> None:
             f"compile=on: {compiles}, and the model would be compiled twice; "
             "take that away, as by torch_compile=False (the plug compiles in place), or set compile=off"
         )
-    if trainer.is_deepspeed_enabled:
-        raise UnsupportedRun("deepspeed: not supported by the plug; allowed are one process, or several under DDP")
-    if trainer.is_fsdp_enabled:
-        raise UnsupportedRun(
-            f"fsdp={args.fsdp}: not supported by the plug; allowed are one process, or several under DDP"
-        )
+    sharding.refuse(trainer, config)
     host = "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32"
     if config.precision not in ("host", "auto", host) and (host != "fp32" or config.precision == "fp16"):
         raise UnsupportedRun(

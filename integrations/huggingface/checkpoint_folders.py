@@ -21,7 +21,16 @@ REPLACED = ".replaced-"
 STATE = "accel_state.pt"
 TRAINER_STATE = "trainer_state.json"
 _NAME = re.compile(r"^checkpoint-(\d+)$")
-_SAVED = ("optimizer.pt", "scheduler.pt", "scaler.pt", "rng_state*.pth", STATE)  # not a user's own files
+_SAVED = (
+    "optimizer.pt",
+    "optimizer.bin",
+    "pytorch_model_fsdp*.bin",
+    "scheduler.pt",
+    "scaler.pt",
+    "rng_state*.pth",
+    STATE,
+)  # not a user's own files
+_SHARDED = ("pytorch_model_fsdp_*", "optimizer_*")
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin", "adapter_model.safetensors", "adapter_model.bin")
 
 
@@ -55,6 +64,9 @@ def problems(folder: Path) -> list[str]:
     for path in weights:
         if path.suffix == ".safetensors" and not _safetensors_complete(path):
             found.append(f"{path.name} is cut off")
+    # a sharded state: its list of files is written last
+    shards = [path for pattern in _SHARDED for path in folder.glob(pattern) if path.is_dir()]
+    found += [f"{path.name} is not finished" for path in shards if not (path / ".metadata").is_file()]
     # torch.save writes a zip file, whose directory is its last part
     saved = [path for pattern in _SAVED for path in folder.glob(pattern)]
     found += [f"{path.name} is cut off" for path in saved if not zipfile.is_zipfile(path)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from integrations.contract import RunState, Session, WeightAverage
 from integrations.huggingface import checkpoint_folders, versions
 from integrations.huggingface.patches import Held, of_host
+from integrations.huggingface.sharding import is_sharded
 from integrations.refusal import UnsupportedRun
 
 
@@ -27,6 +29,7 @@ class Saving:
         self, trainer: Any, session: Session, average: WeightAverage | None, swapped: Callable[[], Any]
     ) -> None:
         self.trainer, self.session, self.average, self.swapped = trainer, session, average, swapped
+        self.sharded = is_sharded(trainer)
 
     def save_model(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The weights that were evaluated are the ones that are saved."""
@@ -48,15 +51,16 @@ class Saving:
             scoped.value("_get_output_dir", lambda trial=None: str(temporary))
             scoped.value("_push_from_checkpoint", pushed.append)
             try:
-                original(model, trial)
+                with self.swapped() if self.sharded else nullcontext():  # whose weights are written a second time
+                    original(model, trial)
             finally:
                 scoped.undo()
             if state.best_global_step:
                 best = run / f"checkpoint-{state.best_global_step}"
                 if best == final or best.is_dir():
                     state.best_model_checkpoint = str(best)
+            self._write_state(temporary / final.name)
             if main:
-                self._write_state(temporary / final.name)
                 state.save_to_json(str(temporary / final.name / checkpoint_folders.TRAINER_STATE))
         self.session.report.checkpoints.append(final.name)
         if pushed:
@@ -68,20 +72,24 @@ class Saving:
         """A `_save_checkpoint` of the user's writes where and what it wants; ours is added to its folder."""
         self.session.warn("_save_checkpoint is your own: checkpoints are written in place, as it writes them")
         original(model, trial)
-        if self.trainer.args.should_save and final.is_dir():
+        if self.sharded:
+            self.trainer.accelerator.wait_for_everyone()  # all of them write, or none
+        if final.is_dir():
             self._write_state(final)
             self.session.report.checkpoints.append(final.name)
 
     def _write_state(self, folder: Path) -> None:
-        average = self.average
-        torch.save(
-            {
-                **self._run_state().state_dict(),
-                "raw": {n: t.cpu() for n, t in average.live().items()} if average is not None else {},
-                "average_updates": average.updates if average is not None else 0,
-            },
-            folder / checkpoint_folders.STATE,
-        )
+        """Rank 0 writes; of a sharded model all ranks gather the live weights for it."""
+        average, main = self.average, self.trainer.args.should_save
+        if not (main or self.sharded):
+            return
+        state = {
+            **self._run_state().state_dict(),
+            "raw": {n: t.cpu() for n, t in average.live().items()} if average is not None else {},
+            "average_updates": average.updates if average is not None else 0,
+        }
+        if main:
+            torch.save(state, folder / checkpoint_folders.STATE)
 
     def _run_state(self) -> RunState:
         """Without what the host's own files hold: the averaged weights are the model's in them."""
@@ -108,6 +116,4 @@ class Saving:
         self.session.warn(f"{checkpoint.name} holds averaged weights and ema is off: its raw weights are taken")
         model = self.trainer.accelerator.unwrap_model(self.trainer.model)
         live = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-        with torch.no_grad():
-            for name, tensor in raw.items():
-                live[name].copy_(tensor)
+        self.session.files.copy_by_name(live, raw)

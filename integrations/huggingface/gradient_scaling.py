@@ -8,13 +8,15 @@ trainer (`loss_is_scaled_for_ga`) is changed.
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from integrations.huggingface.loss_rules.observation import Seen
 
 NEAR = 1e-2
 """A factor this near to 1 or 1/K is that factor, rounded."""
@@ -118,3 +120,18 @@ def _nested(code: types.CodeType) -> Iterator[types.CodeType]:
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             yield from _nested(constant)
+
+
+def loss_of(found: Any) -> Tensor:
+    """The loss in what `compute_loss` returned."""
+    return found[0] if isinstance(found, tuple) else found  # type: ignore[no-any-return]
+
+
+def no_terms(found: Any, seen: Seen) -> Any:
+    """A loss of zero that reaches the same parameters: a mean over no term at all would be NaN."""
+    values: list[Any] = []
+    for outputs in seen.outputs:
+        values += outputs.values() if isinstance(outputs, Mapping) else outputs
+    logits = [v for v in values if isinstance(v, Tensor) and v.dim() and v.is_floating_point() and v.requires_grad]
+    zero = sum((v.float().sum() * 0.0 for v in logits), torch.zeros((), device=loss_of(found).device))
+    return (zero, *found[1:]) if isinstance(found, tuple) else zero

@@ -23,12 +23,13 @@ from torch import Tensor
 
 from integrations.contract import Session
 from integrations.huggingface.evaluation_loss import EvaluationLoss
-from integrations.huggingface.gradient_scaling import Scaling, Share, says_scaled
+from integrations.huggingface.gradient_scaling import Scaling, Share, loss_of, no_terms, says_scaled
 from integrations.huggingface.loss_rules import counting, observation
 from integrations.huggingface.loss_rules.counting import SUM, Counting
 from integrations.huggingface.loss_rules.evidence import Evidence, over_ranks, ranks
 from integrations.huggingface.loss_rules.find_rule import Finding, find_rule, of_the_user, own_count, tolerance
 from integrations.huggingface.loss_rules.observation import KINDS, Rule, Seen, Way
+from integrations.huggingface.sharding import is_sharded
 
 LEFT = "weighted as the host does"
 WHOLE, NOTHING = Share(1.0, 1.0), Share(0.0, 0.0)
@@ -180,14 +181,14 @@ class Losses:
         elif self.observes and (window.micro_batches > 1 or ranks() > 1):
             with self.evaluation.watched(model, inputs, args, kwargs) as seen:
                 found = original(model, inputs, *args, **kwargs)
-            share = self._share_seen(_loss(found), seen)
-            empty = share == NOTHING and not bool(torch.isfinite(_loss(found)).all())
+            share = self._share_seen(loss_of(found), seen)
+            empty = share == NOTHING and not bool(torch.isfinite(loss_of(found)).all())
         else:
             return self._noted(original(model, inputs, *args, **kwargs))
         if empty:
-            return self._noted(_no_terms(found, seen))
+            return self._noted(no_terms(found, seen))
         if share is not None and (share != WHOLE or window.micro_batches > 1):
-            self.scaling.correct(_loss(found), share, window.micro_batches)
+            self.scaling.correct(loss_of(found), share, window.micro_batches)
         return self._noted(found)
 
     def _share_of(self, rule: Counting, count: int) -> Share:
@@ -244,10 +245,11 @@ class Losses:
         """
         given = self._window.given
         changes = [self._weight(rule, counts) / (self._weight(old, counts) or 1.0) for old, counts in given]
-        if max(changes) - min(changes) > 1e-6 * max(changes):
+        found = [p.grad for p in self.trainer.model.parameters() if p.grad is not None]
+        held = not found and is_sharded(self.trainer) and changes[0] != 1.0  # by FSDP, until the window's last
+        if held or max(changes) - min(changes) > 1e-6 * max(changes):
             self.approximate("the first window: its first micro-batches were weighed by another rule than its last")
             return
-        found = [p.grad for p in self.trainer.model.parameters() if p.grad is not None]
         if found and changes[0] != 1.0:
             torch._foreach_mul_(found, changes[0])
         self._window.given = [(rule, counts) for _, counts in given]
@@ -276,25 +278,11 @@ class Losses:
             self._look(Evidence.settle)
 
     def _noted(self, found: Any) -> Any:
-        self._window.losses.append((self._window.at, _loss(found).detach()))
+        self._window.losses.append((self._window.at, loss_of(found).detach()))
         if self.session is not None:
-            self.session.loss(_loss(found), self._count or 1)
+            self.session.loss(loss_of(found), self._count or 1)
         return found
 
     def not_finite(self) -> list[int]:
         """Micro-batches of this window, counted from 1, whose loss was NaN or infinite."""
         return sorted({number for number, loss in self._window.losses if not bool(torch.isfinite(loss).all())})
-
-
-def _loss(found: Any) -> Tensor:
-    return found[0] if isinstance(found, tuple) else found  # type: ignore[no-any-return]
-
-
-def _no_terms(found: Any, seen: Seen) -> Any:
-    """A loss of zero that reaches the same parameters: a mean over no term at all would be NaN."""
-    values: list[Any] = []
-    for outputs in seen.outputs:
-        values += outputs.values() if isinstance(outputs, counting.Mapping) else outputs
-    logits = [v for v in values if isinstance(v, Tensor) and v.dim() and v.is_floating_point() and v.requires_grad]
-    zero = sum((v.float().sum() * 0.0 for v in logits), torch.zeros((), device=_loss(found).device))
-    return (zero, *found[1:]) if isinstance(found, tuple) else zero

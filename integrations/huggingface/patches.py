@@ -56,3 +56,10 @@ class Held:
     def names(self) -> list[str]:
         """Of the methods and values that are patched now."""
         return self._patches.names()
+
+
+def bare_optimizer(optimizer: Any) -> Any:
+    """The torch optimizer inside accelerate's wrapper."""
+    while hasattr(optimizer, "optimizer") and hasattr(optimizer, "step_was_skipped"):
+        optimizer = optimizer.optimizer
+    return optimizer

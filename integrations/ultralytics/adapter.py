@@ -1,13 +1,12 @@
 """Holds one Ultralytics trainer: turns its loop into the calls of `integrations.contract`. All patches go on here.
 
 All is done at `on_pretrain_routine_end`, which every rank fires once model, optimizer, EMA and loaders are built.
-Patched on the trainer: `optimizer_step`, `preprocess_batch`, `_model_train`, `_build_train_pipeline`,
-`_close_dataloader_mosaic`, `validate`, `_handle_nan_recovery`, `save_model`, `final_eval`, and the paths `last`,
-`best`, `wdir`. On the live model: `loss`. On its criterion: `loss` and its assigner's `forward`. The module-level
-`strip_optimizer` is exchanged only while `final_eval` runs. The trainer's `accumulate` is held at 1, so that
-`optimizer_step` is called after every micro-batch; a user's own is called once a window. What callbacks exchange
-during the run (the optimizer, the scaler, the criterion, `optimizer_step`, `preprocess_batch`, `model.loss`) is
-looked up where it is used.
+Patched on the trainer: `optimizer_step`, `preprocess_batch`, `_model_train`, `_build_train_pipeline`, `validate`,
+`_close_dataloader_mosaic`, `_handle_nan_recovery`, `save_model`, `final_eval`, and the paths `last`, `best`, `wdir`. On
+the live model: `loss`. On its criterion: `loss` and its assigner's `forward`. The module-level `strip_optimizer` is
+exchanged only while `final_eval` runs. The trainer's `accumulate` is held at 1, so that `optimizer_step` is called
+after every micro-batch; a user's own is called once a window. What callbacks exchange during the run (the optimizer,
+the scaler, the criterion, `optimizer_step`, `preprocess_batch`, `model.loss`) is looked up where it is used.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from torch import nn
 
 from integrations.contract import HostTools, Session, UnsupportedRun
 from integrations.patches import Hook, NotCopied, Patches
-from integrations.ultralytics import data, schedule, supported, versions
+from integrations.ultralytics import data, ranks, schedule, supported, versions
 from integrations.ultralytics.checkpointing import Saving
 from integrations.ultralytics.ema import HostAverage, set_decay
 from integrations.ultralytics.loss_scaling import Losses, loss_groups
@@ -50,6 +49,7 @@ class Adapter(NotCopied):
         self._draw = data.ScaleDraw()
         self._mosaic_closed = False
         self._index = -1  # of the micro-batch in its epoch
+        self._ranks = ranks.RankStates(trainer, self._own_state)
 
     @property
     def session(self) -> Session:
@@ -76,9 +76,7 @@ class Adapter(NotCopied):
         start = tools.start(trainer.device)
         self.layout.start(start.precision, start.memory_format)
         accumulates = (self.size or host_accumulate) > 1
-        sync = accumulates and isinstance(trainer.model, nn.parallel.DistributedDataParallel)
-        if sync:
-            trainer.model.require_backward_grad_sync = False  # one reduction an update, at the close
+        sync = ranks.hold_reduction(trainer, accumulates)
         groups = loss_groups(self.model, config.normalise)
         self._session = session = tools.new_session(
             self.model,
@@ -99,7 +97,7 @@ class Adapter(NotCopied):
         )
         set_decay(trainer, session, config.ema)
         self.losses = Losses(self.model, session, self.patches, groups)
-        self.crosses_epochs = self.losses.crosses_epochs
+        self.crosses_epochs = self.losses.crosses_epochs and not ranks.several(trainer)  # rank 0 alone saves its part
         self.rescuing = Rescuing(trainer, session, self.layout, self.losses.around)
         self._resize(self.size)
         self._patch()
@@ -115,8 +113,7 @@ class Adapter(NotCopied):
         for event, function in self._callbacks.items():
             if function in self.trainer.callbacks[event]:
                 self.trainer.callbacks[event].remove(function)
-        if isinstance(self.trainer.model, nn.parallel.DistributedDataParallel):
-            self.trainer.model.require_backward_grad_sync = True
+        ranks.give_back_reduction(self.trainer)
 
     @contextmanager
     def released_on_error(self) -> Iterator[None]:
@@ -154,7 +151,7 @@ class Adapter(NotCopied):
         if self.size is not None:
             schedule.set_weight_decay(trainer, trainer.batch_size * self.size)
         self._gradients = [(p, p.grad) for p in self.model.parameters()]  # the host zeroes them before its first epoch
-        self._resumed = state
+        self._resumed = ranks.of_this_rank(trainer, state)
 
     # -- the loop, in its order ---------------------------------------------------------------------------------
     def _epoch_start(self, trainer: Any) -> None:
@@ -244,6 +241,7 @@ class Adapter(NotCopied):
         final = trainer.epoch + 1 >= trainer.epochs or trainer.stop
         if final or not self.crosses_epochs:
             self.stepping.close()
+        self._ranks.gather()
 
     def _validate(self) -> Any:
         if self.trainer.ema:
@@ -287,7 +285,15 @@ class Adapter(NotCopied):
         """What the host's checkpoint lacks: live weights, full-precision optimizer, window, random state, loader."""
         return {
             **self.session.state_dict(),
-            "loader": data.position(self.trainer.train_loader),
+            **self._own_state(),
             "mosaic_closed": self._mosaic_closed,
+            "ranks": self._ranks.gathered,
+        }
+
+    def _own_state(self) -> dict[str, Any]:
+        """What differs from rank to rank, as the next epoch will find it."""
+        return {
+            "random": self.session.files.random_state(),
+            "loader": data.position(self.trainer.train_loader),
             "draw": self._draw.state(),
         }

@@ -16,7 +16,8 @@ or, where forward and backward are to be seen:
 Any model, any loss that is a mean over `weight` targets. An update is that of `optimizer.zero_grad()`, the backward of
 the window as one big batch, clipping, `optimizer.step()`: gradients that other backward calls left are no part of it.
 Several processes: initialise torch.distributed, give the bare model and each process its own batches; gradients are
-reduced once an update.
+reduced once an update. A model on which `fully_shard` was called reduces in every backward, by itself; its ranks need
+equal counts of micro-batches, and all of them call `save` and `weights`.
 """
 
 from __future__ import annotations
@@ -41,9 +42,10 @@ from plugins.core.autotune.plan_file import Start
 from plugins.core.session import RunSpec, Session
 from plugins.core.step.ema import EMA
 from plugins.core.system.distributed import same_start
+from plugins.core.system.sharding import holds_shards
 from plugins.errors import AccelError, refusals_as_errors
 from plugins.loop import nested
-from plugins.loop.checks import bare_module, check_model, check_optimizer, check_schedule, check_weight
+from plugins.loop.checks import bare_module, check_layout, check_model, check_optimizer, check_schedule, check_weight
 from plugins.loop.deprecated import DeprecatedNames
 from plugins.loop.micro_batches import LoopStep
 from plugins.loop.out_of_memory import raise_short
@@ -118,6 +120,7 @@ class Accelerated(TrainingStep, DeprecatedNames):
         chosen = self.config if measured or from_file else by_rule(self.config, self._bare, self.device)
         self.layout = LoopLayout(self._bare, self.device)
         start = Start.of(chosen, self.device)
+        check_layout(self._bare, start.memory_format)
         self.layout.apply(start.precision, start.memory_format)
         if self.world > 1:
             same_start(self._bare)
@@ -140,7 +143,7 @@ class Accelerated(TrainingStep, DeprecatedNames):
             say=say,
         )
         self.session: contract.Session = watched(Session(spec))
-        self._step = LoopStep(self.session, self.scheduler, self.world)
+        self._step = LoopStep(self.session, self.scheduler, self.world, holds_shards(self._bare))
         self._tuning = LoopTuning(self.config, self.session, self.layout, Replay(self._bare, self.place), measured)
         if self.world > 1:
             same_start(self.session.beside_model())

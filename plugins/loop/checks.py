@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
+from plugins.core.system.sharding import holds_shards
 from plugins.errors import AccelError
 
 
@@ -26,13 +27,19 @@ def bare_module(model: nn.Module) -> nn.Module:
         if isinstance(model, DistributedDataParallel):
             raise AccelError("model=DistributedDataParallel: give the bare module; gradients are reduced here")
         if type(model).__name__ == "FullyShardedDataParallel":
-            raise AccelError("model=FullyShardedDataParallel: not supported; give the bare module")
+            raise AccelError("model=FullyShardedDataParallel: not supported; shard the bare module by fully_shard")
         if "_orig_mod" in model._modules:  # what torch.compile gives; its class is slow to import
             model = model._orig_mod  # type: ignore[assignment]
         elif isinstance(model, DataParallel):
             model = model.module
         else:
             return model
+
+
+def check_layout(model: nn.Module, memory_format: str) -> None:
+    """Raises AccelError on another storage order for a model that `fully_shard` has laid out."""
+    if memory_format == "channels_last" and holds_shards(model):
+        raise AccelError("memory_format=channels_last: fully_shard has laid the weights out; allowed are auto and host")
 
 
 def check_model(model: nn.Module) -> None:

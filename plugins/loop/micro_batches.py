@@ -11,6 +11,7 @@ from torch import Tensor
 
 from integrations.contract import Outcome, Session
 from plugins.core.step.gradients import WindowGradients
+from plugins.errors import AccelError
 from plugins.loop.out_of_memory import raise_short
 
 Part = tuple[Callable[[], Tensor | None], "float | Tensor"]  # forward and loss, and the targets that it is a mean over
@@ -27,10 +28,11 @@ class LoopStep:
         session: the run, its parts built.
         scheduler: stepped once an update that happened, or None.
         world: ranks.
+        sharded: whether the model's parameters are, over the ranks.
     """
 
-    def __init__(self, session: Session, scheduler: Any, world: int) -> None:
-        self.session, self.scheduler, self.world = session, scheduler, world
+    def __init__(self, session: Session, scheduler: Any, world: int, sharded: bool) -> None:
+        self.session, self.scheduler, self.world, self._sharded = session, scheduler, world, sharded
         self._gradients = WindowGradients(session.parameters, lambda: session.keeps_gradients)
         self._arrived: int | None = None  # samples of the micro-batch that has had a forward, and no backward yet
         self._begun = False  # the micro-batch has had a backward, and is not counted yet
@@ -116,6 +118,8 @@ class LoopStep:
         if isinstance(targets, Tensor) and targets.device.type != "cpu":  # whether it is 0 would have to be waited for
             factor = factor * (targets > 0) if window.weighted else factor
         elif targets == 0:
+            if self._sharded:
+                self._backward_without_share(loss)
             return
         if not window.weighted and targets is not total:
             factor = factor * (targets / total)
@@ -124,6 +128,16 @@ class LoopStep:
         self.session.loss(loss, targets)
         weighted = loss * factor if isinstance(factor, Tensor) or factor != 1.0 else loss
         (scaler.scale(weighted) if scaler is not None else weighted).backward()
+
+    def _backward_without_share(self, loss: Tensor) -> None:
+        """Of a sharded model every rank takes part in every backward, also one whose micro-batch has no targets."""
+        if not bool(torch.isfinite(loss)):
+            raise AccelError(
+                f"backward: weight=0 with a loss of {float(loss)}: the model is sharded, so that its backward has "
+                "to run; make it a finite loss, such as its sum"
+            )
+        scaler, nothing = self.session.scaler, loss * 0.0
+        (scaler.scale(nothing) if scaler is not None else nothing).backward()
 
     def flush(self) -> Outcome | None:
         """See `Accelerated.flush`."""

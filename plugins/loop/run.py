@@ -18,6 +18,7 @@ from integrations.contract import Outcome, Session
 from plugins.core import checkpoint
 from plugins.core.checkpoint import loop_checkpoint
 from plugins.core.step.ema import EMA
+from plugins.core.system.sharding import reshard, whole
 from plugins.core.telemetry.losses import thinned
 from plugins.errors import AccelError
 from plugins.loop.micro_batches import LoopStep
@@ -73,10 +74,15 @@ class LoopRun(ABC):
         self.session.training_mode()
 
     def weights(self) -> dict[str, Tensor]:
-        """What to ship: the averaged weights where there is an EMA, else the live ones; the model's own names."""
+        """What to ship: the averaged weights where there is an EMA, else the live ones; the model's own names.
+
+        Those of a sharded model are gathered on the CPU: all ranks call it.
+        """
+        reshard(self._bare)
         with self.average.swapped() if self.average is not None else nullcontext():
             found = checkpoint.own_state(self._bare)
-            return {n: v.detach().clone() if isinstance(v, Tensor) else copy.deepcopy(v) for n, v in found.items()}
+            found = {n: v.detach().clone() if isinstance(v, Tensor) else copy.deepcopy(v) for n, v in found.items()}
+            return whole(found)  # type: ignore[no-any-return]
 
     def log_loss(self, *, train: float | Tensor | None = None, valid: float | Tensor | None = None) -> None:
         """Tell the report a loss as of now, for its picture and its word on overfitting; training goes on unchanged.
@@ -106,7 +112,8 @@ class LoopRun(ABC):
     def save(self, path: str | Path, **extra: Any) -> Path:
         """Write everything that a bit-for-bit resume needs, atomically.
 
-        The weights lie under "model" with the model's own names; the file loads with `weights_only=True`.
+        The weights lie under "model" with the model's own names; the file loads with `weights_only=True`. With a model
+        that is sharded over ranks all of them call it, and the first one writes the whole.
 
         Args:
             path: of the file.

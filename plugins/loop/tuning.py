@@ -19,6 +19,7 @@ from integrations.shared.learning_rate import rate_factor
 from plugins.config import AccelConfig
 from plugins.core.autotune.plan_file import Start
 from plugins.core.step import precision
+from plugins.core.system.sharding import holds_shards
 from plugins.errors import AccelError
 from plugins.loop import nested
 from plugins.loop.replay import Replay
@@ -151,7 +152,8 @@ def by_rule(config: AccelConfig, model: nn.Module, device: torch.device) -> Acce
     """
     dtype = precision.resolve(config.precision, device)
     convolutions = any(isinstance(module, nn.Conv2d) for module in model.modules())
-    layout = "channels_last" if config.memory_format != "host" and convolutions else "host"
+    may = convolutions and (config.memory_format == "channels_last" or not holds_shards(model))
+    layout = "channels_last" if config.memory_format != "host" and may else "host"
     return config.model_copy(update={"precision": dtype, "memory_format": layout})
 
 

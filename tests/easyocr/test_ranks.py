@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 
 import torch
 
 from plugins.easyocr import fit
-from tests import reference
+from tests import processes, reference
 
 SCRIPT = """
 import json, sys, torch
@@ -28,10 +27,10 @@ def test_two_ranks_equal_one_process(tiny, tmp_path):
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     two = {**options, "output": str(tmp_path / "two")}
-    subprocess.run(
+    processes.launch(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script),
          json.dumps(two)],
-        check=True, timeout=240, capture_output=True,
+        tmp_path / "log", seconds=240,
     )  # fmt: skip
     ours = torch.load(tmp_path / "two" / "tiny_numbers" / "last.pt", weights_only=True)
     right = torch.load(alone.folder / "last.pt", weights_only=True)

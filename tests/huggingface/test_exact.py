@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from functools import cache
-from pathlib import Path
 
 import pytest
 import torch
 
 from integrations.huggingface import versions
-from tests import reference
+from tests import processes, reference
 from tests.huggingface.heads import HEADS, batch_for, model_for
 from tests.huggingface.ranks import SPLITS
 from tests.huggingface.runs import LOGGED, losses, report, trainer_for
 
-ROOT = Path(__file__).parents[2]
 GRADIENT = 1e-6
 
 
@@ -69,24 +64,8 @@ def test_one_process(head, micro, accumulate, tmp_path):
 def two_ranks(tmp_path_factory):
     """Everything that needs two ranks, in one launch."""
     target = tmp_path_factory.mktemp("ranks") / "found.pt"
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc_per_node=2",
-        "--rdzv_backend=c10d",
-        "--rdzv_endpoint=localhost:0",
-        "-m",
-        "tests.huggingface.ranks",
-        str(target),
-        "gradients",
-        "in_step",
-        "compiled",
-        "buckets",
-    ]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "ACCELERATE_USE_CPU": "true"}
-    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=400)
-    assert done.returncode == 0, done.stderr[-4000:]
+    command = processes.torchrun("tests.huggingface.ranks", str(target), "gradients", "in_step", "compiled", "buckets")
+    processes.launch(command, target.with_name("log"), seconds=400)
     return torch.load(target, weights_only=False)
 
 

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import peft
 import pytest
 import torch
@@ -16,11 +11,10 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 
 from integrations.huggingface import versions
 from integrations.huggingface.loss_rules.head_probe import invisible_copy
-from tests import reference
+from tests import processes, reference
 from tests.huggingface.heads import HIDDEN, VOCAB, batch_for, model_for
 from tests.huggingface.runs import losses, report, trainer_for
 
-ROOT = Path(__file__).parents[2]
 SIZE = 8
 SPLIT = {
     "per_device_train_batch_size": 2,
@@ -133,11 +127,8 @@ def test_a_copy_shares_the_parameters_and_nothing_else():
 
 def test_two_ranks_whose_loss_gathers_end_and_are_exact_with_batches_of_one(tmp_path):
     target = tmp_path / "found.pt"
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--rdzv_backend=c10d",
-               "--rdzv_endpoint=localhost:0", "-m", "tests.huggingface.ranks", str(target), "gathering"]  # fmt: skip
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "ACCELERATE_USE_CPU": "true"}
-    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr[-4000:]
+    command = processes.torchrun("tests.huggingface.ranks", str(target), "gathering")
+    processes.launch(command, tmp_path / "log", seconds=240)
     found = torch.load(target, weights_only=False)["gathering"]
     assert found["calls"] == 6
     assert found["apart"] == 0.0

@@ -8,11 +8,9 @@ import pytest
 import torch
 from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainerCallback
 
-from integrations.contract import UnsupportedRun
 from integrations.huggingface import versions
-from integrations.huggingface.arguments import refuse_contradictions
 from integrations.huggingface.checkpoint_folders import problems
-from plugins import AccelConfig, AccelError
+from plugins import AccelError
 from plugins.hf import AccelCallback
 from tests import reference
 from tests.huggingface.heads import Rows, batch_for, model_for
@@ -357,15 +355,6 @@ def test_accumulation_from_the_settings(options, tmp_path):
     assert reference.difference(spy.gradients[0], right_gradients()) <= 1e-6
     assert trainer.state.log_history[0]["learning_rate"] == pytest.approx(0.1)  # 0.05 * sqrt(4)
     assert (trainer.args.gradient_accumulation_steps, trainer.args.learning_rate) == (1, 0.05)
-
-
-@pytest.mark.parametrize(("way", "words"), [("is_deepspeed_enabled", "deepspeed"), ("is_fsdp_enabled", "fsdp=")])
-def test_sharded_training_is_refused_in_one_line(way, words, tmp_path):
-    trainer, _ = trainer_for("bert-token", tmp_path, 4, plug=False)
-    setattr(trainer, way, True)
-    with pytest.raises(UnsupportedRun, match=words) as error:
-        refuse_contradictions(trainer, AccelConfig())
-    assert "\n" not in str(error.value)
 
 
 def test_accumulation_cannot_come_after_the_host_planned_its_updates(tmp_path):

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tests import loop_ranks
+from tests import loop_ranks, processes
 from tests.loops import net, off
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(Path(__file__).parents[1]))
-        ranks = len(loop_ranks.PARTS)
-        torch.multiprocessing.spawn(loop_ranks.train, args=(str(folder), ranks), nprocs=ranks)
+    ranks = len(loop_ranks.PARTS)
+    processes.run("tests.loop_ranks:train", folder, ranks)
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(ranks)]
 
 

@@ -17,6 +17,7 @@ from integrations.huggingface.loss_rules import counting
 from integrations.huggingface.loss_rules.counting import Counting
 from integrations.huggingface.loss_rules.evidence import ranks
 from integrations.huggingface.loss_rules.head_probe import HOST, LATER, TOLERANCE, fits, invisible_copy, probe
+from integrations.huggingface.sharding import is_sharded
 from integrations.precision_layout import DTYPES
 
 
@@ -55,7 +56,7 @@ def find_rule(
     if of_the_user(trainer, compute_loss) or own_loss or own_smoother or own_count(trainer):
         return Finding.OBSERVED, None, ()
     rule = counting.for_model(model, dict(batches[0]), smoother is not None and "labels" in batches[0])
-    sharded = str(getattr(trainer.accelerator, "distributed_type", "")).split(".")[-1] in ("FSDP", "DEEPSPEED")
+    sharded = is_sharded(trainer)  # of which there is no copy
     copied = None if sharded else invisible_copy(model)
     if copied is None and not sharded:
         return Finding.OBSERVED, None, ()

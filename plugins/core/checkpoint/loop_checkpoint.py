@@ -9,11 +9,14 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from plugins.core.checkpoint.atomic_file import on_cpu, write_atomically
+from plugins.core.checkpoint.by_rank import of_this_rank, with_all_ranks
 from plugins.core.checkpoint.module_names import own_state
 from plugins.core.checkpoint.plain_file import NotPlain, read_plain
+from plugins.core.system.sharding import holds_shards
 from plugins.errors import AccelError
 
 SCHEMA = 1
@@ -54,12 +57,21 @@ class Run(Protocol):
 
 
 def save(path: Path, session: Run, scheduler: Any, **more: Any) -> None:
-    """Write everything that a bit-for-bit resume needs, atomically, and `more` beside it."""
+    """Write everything that a bit-for-bit resume needs, atomically, and `more` beside it.
+
+    Of a model that is sharded over ranks the file holds the whole: all ranks call it, and the first one writes.
+    """
     state = {**session.state_dict(), "kinds": kinds(session.optimizer, scheduler), **more}
     if scheduler is not None:
         state["scheduler"] = scheduler.state_dict()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, lambda file: torch.save({"accel": SCHEMA, **on_cpu(state)}, file))
+    sharded = holds_shards(session.model)
+    if sharded:
+        state = with_all_ranks(state, session.model)
+    if not sharded or dist.get_rank() == 0:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, lambda file: torch.save({"accel": SCHEMA, **on_cpu(state)}, file))
+    if sharded:
+        dist.barrier()  # whoever comes back can read it
     if str(path) not in session.report.checkpoints:
         session.report.checkpoints.append(str(path))
 
@@ -110,7 +122,7 @@ def belonging(path: Path, session: Run, scheduler: Any) -> dict[str, Any]:
     if bool(state["average"]) != (session.average is not None):
         saved_how = "with" if state["average"] else "without"
         raise AccelError(f"ema={session.config.ema}: {path} was saved {saved_how} an EMA; resume with the same setting")
-    return state
+    return of_this_rank(path, state)
 
 
 @contextmanager

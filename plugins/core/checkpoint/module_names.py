@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from plugins.core.system.sharding import placed_as
+
 
 def clean_key(key: str) -> str:
     """A state-dict key without what compile and parallel wrappers put in front."""
@@ -25,8 +27,12 @@ def own_state(model: torch.nn.Module) -> dict[str, Any]:
 
 def load_own_state(model: torch.nn.Module, state: Mapping[str, Any]) -> None:
     """The opposite of `own_state`, whatever of the model is compiled now."""
-    here = {own_name(name): name for name in model.state_dict()}
-    model.load_state_dict({here.get(name, name): value for name, value in state.items()})
+    here = {own_name(name): (name, value) for name, value in model.state_dict().items()}
+    placed = {name: (name, value) for name, value in state.items()}
+    for name, (full, live) in here.items():
+        if name in placed:
+            placed[name] = full, placed_as(state[name], live)
+    model.load_state_dict(dict(placed.values()))
 
 
 def unwrap(model: torch.nn.Module) -> torch.nn.Module:

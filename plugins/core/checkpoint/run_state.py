@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from plugins.config import AccelConfig
 from plugins.core.checkpoint.module_names import load_own_state, own_name, own_state
 from plugins.core.checkpoint.rng_state import random_state
+from plugins.core.system.sharding import placed_as, placed_for, reshard
 
 
 @runtime_checkable
@@ -84,12 +85,13 @@ class RunState:
         tuner: Part,
         rescue: Part,
     ) -> None:
+        reshard(model)
         average = update.average if isinstance(update.average, Part) else None
         self._parts: dict[str, Part] = {  # in the order in which they are put back
             "config": _Settings(config),
             "model": _Model(model),
             "beside_model": _BesideModel(model, update, window),
-            "optimizer": _Named("optimizer", update.optimizer),
+            "optimizer": _Optimizer(update.optimizer),
             "scaler": _Named("scaler", update.scaler),
             "average": _Named("average", average),
             "window": _Named("window", window),
@@ -141,6 +143,17 @@ class _Named:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if self.part is not None and state.get(self.name):
             self.part.load_state_dict(state[self.name])
+
+
+class _Optimizer(_Named):
+    """The optimizer's own state; its tensors go to where the parameters' shards are."""
+
+    def __init__(self, optimizer: Any) -> None:
+        super().__init__("optimizer", optimizer)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if state.get("optimizer"):
+            self.part.load_state_dict(placed_for(self.part, state["optimizer"]))
 
 
 class _Model:
@@ -197,7 +210,7 @@ class _OpenWindow:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         parameters = {own_name(name): parameter for name, parameter in self.model.named_parameters()}
         for name, gradient in state.get("gradients", {}).items():
-            parameters[name].grad = gradient.to(parameters[name].device)
+            parameters[name].grad = placed_as(gradient.to(parameters[name].device), parameters[name])
         self.statistics.load_state_dict(state)
 
 

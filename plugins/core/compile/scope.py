@@ -9,12 +9,14 @@ from torch import nn
 from plugins.config import AccelConfig
 from plugins.core.compile.compiled_module import CompileRefused
 from plugins.core.step.blocks import covers, regions
+from plugins.core.system.sharding import holds_shards
 
 
 def modules_of(model: nn.Module, config: AccelConfig, scope: str = "") -> tuple[list[nn.Module], str]:
     """What to compile, and its name in the report: by the settings, or a plan's `scope`.
 
-    `compile=auto` leaves `compile_scope=auto` to the model: its repeated blocks where they are most of it.
+    `compile=auto` leaves `compile_scope=auto` to the model: its repeated blocks where they are most of it. So does any
+    model that is sharded over ranks: gathering the weights of a block ends a graph, and the whole would be in pieces.
 
     Raises:
         CompileRefused
@@ -27,7 +29,7 @@ def modules_of(model: nn.Module, config: AccelConfig, scope: str = "") -> tuple[
             raise CompileRefused(f"compile_scope={','.join(wanted)}: no module has such a name")
         return found, "features"
     blocks = _blocks(model, exclude)
-    if wanted == "auto" and config.compile != "on":
+    if wanted == "auto" and (config.compile != "on" or holds_shards(model)):
         wanted = "regional" if blocks and (exclude or covers(model, blocks)) else "whole"
     wanted = scope or wanted
     if wanted == "features":

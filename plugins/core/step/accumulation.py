@@ -30,6 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from plugins.core.system.devices import collective_device, has_float64
+from plugins.core.system.sharding import shard
 from plugins.errors import AccelError
 
 Scalar = Tensor | float
@@ -235,8 +236,8 @@ def _double(value: Scalar) -> Scalar:
 
 
 def scale_(tensors: Iterable[Tensor], factor: Scalar) -> None:
-    """Multiply tensors in place by one number that may live on the device."""
-    tensors = list(tensors)
+    """Multiply tensors (of sharded ones, the shards here) in place by one number that may live on the device."""
+    tensors = [shard(tensor) for tensor in tensors]
     if not tensors:
         return
     if isinstance(factor, Tensor):

@@ -1,7 +1,8 @@
 """Exponential moving average of a model's weights, moved once an update and only by updates that happened.
 
 Parameters are averaged, tied parameters once. Floating and complex buffers are averaged (BatchNorm's running
-statistics then belong to the averaged weights); integer buffers are copied.
+statistics then belong to the averaged weights); integer buffers are copied. Of tensors that are sharded over ranks each
+rank averages its own shards.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from plugins.core.checkpoint.module_names import own_name
+from plugins.core.system.sharding import copy_by_name, reshard, shard, whole
 
 
 class EMA:
@@ -32,6 +34,8 @@ class EMA:
         self.decay, self.ramp, self.updates = decay, ramp, 0
         self._inside = False
         self._narrow: dict[str, Tensor] = {}  # live values of wider averages, while the model holds those
+        reshard(model)
+        self._model = model
         self._live = _tensors(model)
         self._shadow = {name: _copy(tensor, wide) for name, tensor in self._live.items()}
 
@@ -40,8 +44,8 @@ class EMA:
         """Move the average towards the live weights, once per update that happened."""
         self.updates += 1
         decay = min(self.decay, (1 + self.updates) / (10 + self.updates)) if self.ramp else self.decay
-        averaged = {n: t.detach().to(self._shadow[n].dtype) for n, t in self._live.items() if _averages(t)}
-        torch._foreach_lerp_([self._shadow[name] for name in averaged], list(averaged.values()), 1 - decay)
+        averaged = {n: shard(t.detach()).to(self._shadow[n].dtype) for n, t in self._live.items() if _averages(t)}
+        torch._foreach_lerp_([shard(self._shadow[name]) for name in averaged], list(averaged.values()), 1 - decay)
         for name, tensor in self._live.items():
             if name not in averaged:
                 self._shadow[name].copy_(tensor)
@@ -72,6 +76,7 @@ class EMA:
     @torch.no_grad()
     def _swap(self) -> None:
         """Values change places, one tensor after the other; a wider average stays, and only lends its value."""
+        reshard(self._model)
         for name, tensor in self._live.items():
             shadow, now = self._shadow[name], tensor.detach().clone()
             if shadow.dtype == tensor.dtype:
@@ -87,6 +92,7 @@ class EMA:
     @torch.no_grad()
     def adopt(self) -> None:
         """Leave the averaged weights in the model for good (the end of a run)."""
+        reshard(self._model)
         for name, tensor in self._live.items():
             tensor.copy_(self._shadow[name])
 
@@ -97,16 +103,19 @@ class EMA:
             self._shadow[name].copy_(tensor)
 
     def live(self) -> dict[str, Tensor]:
-        """The live tensors by name, tied ones once: what a checkpoint of the averaged weights leaves out."""
-        return {name: tensor.detach() for name, tensor in self._live.items()}
+        """The live tensors by name, tied ones once: what a checkpoint of the averaged weights leaves out.
+
+        Sharded ones are gathered: all ranks call it then.
+        """
+        return {name: whole(tensor.detach()) for name, tensor in self._live.items()}
 
     @torch.no_grad()
     def resume(self, live: Mapping[str, Tensor], updates: int) -> None:
         """The model holds the averaged weights (a checkpoint gave them): take them over, and put `live` back."""
+        reshard(self._model)
         self.reseed()
         self.updates = updates
-        for name, tensor in live.items():
-            self._live[name].copy_(tensor)
+        copy_by_name(self._live, live)
 
     def state_dict(self) -> dict[str, Any]:
         """Count of updates, and the averaged tensors."""
@@ -116,8 +125,7 @@ class EMA:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Put back what `state_dict` gave."""
         self.updates = int(state["updates"])
-        for name, tensor in state["shadow"].items():
-            self._shadow[name].copy_(tensor)
+        copy_by_name(self._shadow, state["shadow"])
 
 
 def _averages(tensor: Tensor) -> bool:

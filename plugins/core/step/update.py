@@ -6,6 +6,9 @@ autocast) -> loss x weight -> backward outside autocast. When the window closes,
     schedule's rate -> mean over ranks -> unscale -> rescale to exact -> finite? -> clip
     -> step -> scaler update -> zero gradients -> EMA
 
+Parameters that are sharded over ranks (`core.system.sharding`) have had their mean in the backward. Factors work on
+each rank's shards, and the norm is one number over all of them, so that ranks clip and skip alike.
+
 A host that steps by itself calls the halves around its own step: `prepare_update` is the first line of these two, and
 `finish_update` the average at the end of the second.
 """
@@ -22,6 +25,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from plugins.core.step.accumulation import ALL, Window, over_ranks, scale_
+from plugins.core.system.devices import collective_device
+from plugins.core.system.sharding import is_sharded, reshard, total_norm
 from plugins.errors import AccelError
 
 
@@ -92,6 +97,7 @@ class Update:
 
     def beside(self, model: nn.Module) -> list[nn.Parameter]:
         """What the optimizer holds and the model does not (a criterion's weights), in the order of its groups."""
+        reshard(model)  # while it is gathered, a model gives other tensors than the optimizer holds
         own = {id(p) for p in model.parameters()}
         return [p for group in self.optimizer.param_groups for p in group["params"] if id(p) not in own]
 
@@ -156,8 +162,7 @@ class Update:
             scale_([p.grad for p in members if p.grad is not None], factor)
 
     def _norm(self) -> Tensor:
-        gradients = self.gradients()
-        return torch.nn.utils.get_total_norm(gradients) if gradients else torch.zeros(())
+        return total_norm(self.gradients())
 
     def _checked(self, window: Window, norm: float) -> Outcome:
         finite = math.isfinite(norm)
@@ -190,6 +195,7 @@ def average_over_ranks(parameters: list[nn.Parameter], takes_part: bool = True) 
     """One all-reduce of all gradients: the mean over ranks, as DistributedDataParallel would give.
 
     A parameter that a rank did not reach in its window adds zeros there; one that no rank reached keeps no gradient.
+    Gradients of sharded parameters are means already.
 
     Args:
         parameters: the same on every rank.
@@ -203,12 +209,12 @@ def average_over_ranks(parameters: list[nn.Parameter], takes_part: bool = True) 
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return takes_part
-    trainable = [p for p in parameters if p.requires_grad]
+    trainable = [p for p in parameters if p.requires_grad and not is_sharded(p)]
     if any(p.grad is not None and p.grad.is_sparse for p in trainable):
         raise AccelError("a sparse gradient (Embedding with sparse=True): not over several ranks; use sparse=False")
     reached = torch.tensor([*(p.grad is not None for p in trainable), takes_part])
     pieces = [_real(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in trainable]
-    flat = torch.cat([*pieces, reached.to(pieces[0])])
+    flat = torch.cat([*pieces, reached.to(pieces[0] if pieces else torch.zeros((), device=collective_device()))])
     over_ranks(flat)
     *means, ranks = (flat / dist.get_world_size()).split([*(p.numel() for p in pieces), len(reached)])
     anywhere = reached.tolist() if bool(reached.all()) else (ranks > 0).tolist()

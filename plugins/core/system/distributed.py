@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from plugins.core.system import devices
+from plugins.core.system.sharding import is_sharded
 
 
 @contextmanager
@@ -45,8 +47,17 @@ def from_first(value: int, device: torch.device) -> int:
     return int(told)
 
 
+def from_all_ranks(value: Any) -> list[Any]:
+    """Every rank's value, in their order."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
+
+
 def same_start(held: nn.Module | Iterable[Tensor]) -> None:
-    """Rank 0's weights and buffers on every rank."""
+    """Rank 0's weights and buffers on every rank. Sharded ones stay: each rank has a part of its own."""
     tensors = [*held.parameters(), *held.buffers()] if isinstance(held, nn.Module) else held
     for tensor in tensors:
+        if is_sharded(tensor):
+            continue
         dist.broadcast(tensor.detach(), src=0)

@@ -15,11 +15,10 @@ from plugins.core.session import Session
 from plugins.core.step.accumulation import Window
 from plugins.core.step.ema import EMA
 from plugins.core.step.update import NonFiniteGradient, Update
-from tests import reference
+from tests import processes, reference
 from tests.core import ranks
 from tests.core.tiny import FORMS, Batch, Mlp, batches, feed, joined, mlp, same, session_of, snapshot
 
-ROOT = Path(__file__).parents[3]
 BOUND = {torch.float32: 1e-6, torch.float64: 1e-12}
 SGD = partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=1e-3)
 
@@ -373,9 +372,8 @@ def test_a_run_saved_anywhere_goes_on_bit_for_bit(stop: int) -> None:
 # -- ranks ---------------------------------------------------------------------
 
 
-def test_two_ranks_of_unequal_micro_batches_are_one_big_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT))
-    torch.multiprocessing.spawn(ranks.train, args=(str(tmp_path),), nprocs=2)
+def test_two_ranks_of_unequal_micro_batches_are_one_big_batch(tmp_path: Path) -> None:
+    processes.run("tests.core.ranks:train", tmp_path)
     found = [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in (0, 1)]
     data = [batches(rank, ranks.SIZES[rank], torch.float64, ranks.EMPTY[rank]) for rank in (0, 1)]
     bigs = [joined([*data[0][at : at + 2], *data[1][at : at + 2]]) for at in (0, 2, 4)]
