@@ -86,7 +86,7 @@ def test_a_rate_100_times_too_high_fails(job: Build) -> None:
 
 
 def test_a_rate_at_which_nothing_stays_finite_fails(job: Build) -> None:
-    trials = job(lr=1e39, options="")
+    trials = job(lr=1e30, options="", model="nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 2))")
     of(learning.learning_rate(trials), Verdict.FAIL, "not finite")
     of(learning.loss_falls(trials), Verdict.FAIL, "not finite")
 
@@ -175,7 +175,7 @@ def test_a_division_by_the_plugs_own_k_fails_by_the_gradient(job: Build) -> None
 
 def test_a_loss_of_the_whole_batch_is_not_exact(job: Build) -> None:
     step = "accel.training_step(lambda b: model(b[0]).std(0).mean() + loss_of(b), batch)"
-    of(gradients.exact(job(step=step)), Verdict.FAIL, "against one batch of 8", "cannot be split")
+    of(gradients.exact(job(step=step)), Verdict.FAIL, "against one batch of 8", "can be split")
 
 
 def test_half_precision_weights_warn(job: Build) -> None:
