@@ -67,7 +67,7 @@ class Adapter(NotCopied):
         supported.check_trainer(trainer)
         rounded = state is not None or schedule.chosen_by_host(trainer)
         self.size = schedule.window_size(config, trainer.batch_size, rounded)
-        host_accumulate = trainer.accumulate
+        host_accumulate = self.patches.put(trainer, "accumulate", trainer.accumulate, hidden=False)
         schedule.scale_learning_rate(trainer, config.lr_scale, (self.size or host_accumulate) / host_accumulate)
         if config.seed != "host":
             tools.files.seed_everything(int(config.seed))

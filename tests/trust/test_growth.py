@@ -113,7 +113,7 @@ def test_nothing_of_ours_is_left_on_a_trainer(how: str, tmp_path: Path) -> None:
     trainer, _ = trainer_for("bert-token", tmp_path, 16, plug=False, num_train_epochs=1, per_device_train_batch_size=4)
     instance, model = set(vars(trainer)), attributes(trainer.model)
     trainer.add_callback(Fails)
-    trainer.add_callback(AccelCallback(plan="off", compile="off", accumulate=2, ema=0.9))
+    trainer.add_callback(AccelCallback(plan="off", compile="off", ema=0.9))
     if how == "error":
         with pytest.raises(RuntimeError, match="a user's own"):
             trainer.train()

@@ -88,7 +88,7 @@ def test_an_effective_batch_is_that_many_samples_or_is_refused(count: int) -> No
     tried(count, st.tuples(st.integers(1, 10**6), st.integers(1, 999)), check)
 
 
-@sizes(15, 300)
+@sizes(8, 200)
 def test_updates_and_windows_of_any_run_and_of_its_resume(count: int, tmp_path: Any) -> None:
     """A run of `epochs` times `batches` micro-batches, saved after any of them and resumed."""
 
