@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -118,7 +118,7 @@ def find(trials: Trials, device: torch.device, most: int) -> Found:
         return Found(limit, wanted, best, search.measured, search.forecast, search.settled)
     safe = max(limit, free_gib(device) * SAFE)
 
-    def taking(steps: Sequence[Step]) -> Mapping[str, Any]:
+    def taking(steps: Sequence[Step]) -> dict[str, Any]:
         laid = [with_argument(trials.command, step.arguments) for step in steps]
         command = trials.command
         for step in steps:
@@ -134,6 +134,7 @@ def find(trials: Trials, device: torch.device, most: int) -> Found:
     if last is None or not last.fits(search.usable_gib):
         return Found(limit, wanted, None, measured, search.forecast, True, tried)
     kept = taking([one.step for one in tried if one.kept])
+    kept["settings"].pop("accumulate", None)  # of each micro-batch's own
     search = Search(candidates, limit, exact=wanted is not None, measured=[last])
     best = search.run(lambda size: trials.measure(size, **kept))
     return Found(limit, wanted, best, [*measured, *search.measured], search.forecast, search.settled, tried)

@@ -6,9 +6,11 @@ from collections.abc import Sequence
 
 import pytest
 
+from plugins.config import AccelConfig
 from plugins.errors import AccelError
 from plugins.find_batch.rescue import STEPS, Step, rescue, taken
 from plugins.find_batch.search import Measurement, Outcome
+from plugins.trial_run.probes import PROBES
 
 SAVES = {"accumulation": -0.1, "autocast": 0.0, "activation checkpointing": 0.5, "freezing": 0.4}
 NAMES = [step.name for step in STEPS]
@@ -61,3 +63,10 @@ def test_without_accumulation_the_smallest_micro_batch_is_no_answer() -> None:
 
 def test_later_settings_win() -> None:
     assert taken(STEPS[:3]) == {"accumulate": 2, "precision": "bf16"}
+
+
+def test_what_a_step_asks_of_a_trial_is_there() -> None:
+    fields = {field.alias or name for name, field in AccelConfig.model_fields.items()}
+    for step in STEPS:
+        assert set(step.checks) <= set(PROBES)
+        assert set(step.settings) <= fields
