@@ -49,7 +49,7 @@ class Found:
     def verdict(self, one: Measurement) -> str:
         """Of one row."""
         if one.outcome is Outcome.SHORT:
-            return one.outcome.value
+            return str(one.outcome.value)
         if self.best is not None and one.micro_batch == self.best.micro_batch:
             return "taken"
         return "fits" if one.fits(self.limit_gib) else "too much"
