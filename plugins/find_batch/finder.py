@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 
+from plugins.core.step.precision import bf16_is_fast
 from plugins.core.system.memory import free_gib
 from plugins.find_batch.advice import Advice, advise, with_argument
 from plugins.find_batch.forecast import Forecast
-from plugins.find_batch.rescue import STEPS, Step, Tried, rescue, taken
+from plugins.find_batch.rescue import AUTOCAST, STEPS, Step, Tried, rescue, taken
 from plugins.find_batch.search import Measurement, Outcome, Search, divisors
 from plugins.find_batch.sizes import shown
 from plugins.find_batch.trials import Trials
@@ -126,8 +127,9 @@ def find(trials: Trials, device: torch.device, most: int) -> Found:
         checks = [name for step, one in zip(steps, laid, strict=True) if one is None for name in step.checks]
         return {"settings": taken(steps), "checks": checks, "command": command}
 
+    slow = {} if bf16_is_fast(device) else {AUTOCAST: "no bf16 instructions here"}  # emulated, it takes minutes
     tried = rescue(
-        lambda steps: trials.measure(candidates[0], limit_gib=safe, **taking(steps)), search.usable_gib, STEPS
+        lambda steps: trials.measure(candidates[0], limit_gib=safe, **taking(steps)), search.usable_gib, STEPS, slow
     )
     measured = search.measured
     last = tried[-1].measured

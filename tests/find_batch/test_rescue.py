@@ -51,6 +51,13 @@ def test_a_step_that_fails_or_needs_what_is_not_installed_is_said_and_left_out()
     assert not any(one.kept for one in tried if one.measured is None)
 
 
+def test_a_step_that_is_nothing_for_the_device_is_not_measured() -> None:
+    job = Job()
+    tried = rescue(job, 1.7, pointless={"autocast": "no bf16 instructions here"})
+    assert (tried[2].measured, tried[2].why) == (None, "no bf16 instructions here")
+    assert not any("autocast" in steps for steps in job.asked)
+
+
 def test_a_job_that_does_not_run_at_all_is_an_error() -> None:
     with pytest.raises(AccelError, match="failed"):
         rescue(Job(fails=NAMES[0]), 1.0)
