@@ -91,6 +91,7 @@ TABLE: dict[str, tuple[Run, str]] = {
     "accel repair FILE": (Run.COMMAND, ""),
     "accel find-batch": (Run.ELSEWHERE, "tests/find_batch/test_command_line.py"),
     "accel fit CONFIG": (Run.SHOWN, ""),
+    "limit 1.50 GiB": (Run.SHOWN, ""),
     "accel cache list": (Run.COMMAND, ""),
     "accel cache prune --older-than 0": (Run.COMMAND, ""),
     "accel bench": (Run.ELSEWHERE, "tests/test_bench.py"),

@@ -112,12 +112,12 @@ def _print(console: Console, found: Found) -> None:
     console.print(table)
     if found.tried:
         steps = Table("step, with those kept before it", "micro-batch", "peak", unit, "", title="rescue")
-        for one in found.tried:
-            measured = one.measured
+        for tried in found.tried:
+            measured = tried.measured
             peak, seconds = (measured.peak_gib, measured.sample_seconds) if measured else (None, None)
             steps.add_row(
-                one.step.name, str(measured.micro_batch) if measured else "-", shown(peak),
-                _seconds(seconds, found.effective_batch), found.verdict_of(one),
+                tried.step.name, str(measured.micro_batch) if measured else "-", shown(peak),
+                _seconds(seconds, found.effective_batch), found.verdict_of(tried),
             )  # fmt: skip
         console.print(steps)
     for line in found.lines():

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from plugins.core.step.precision import bf16_is_fast
 from plugins.core.system.memory import free_gib
 from plugins.find_batch.advice import Advice, advise, with_argument
 from plugins.find_batch.forecast import Forecast
-from plugins.find_batch.rescue import STEPS, Step, Tried, rescue, taken
+from plugins.find_batch.rescue import AUTOCAST, STEPS, Step, Tried, rescue, taken
 from plugins.find_batch.search import Measurement, Outcome, Search, divisors
 from plugins.find_batch.sizes import shown
 from plugins.find_batch.trials import Trials
@@ -49,7 +50,7 @@ class Found:
     def verdict(self, one: Measurement) -> str:
         """Of one row."""
         if one.outcome is Outcome.SHORT:
-            return one.outcome.value
+            return str(one.outcome.value)
         if self.best is not None and one.micro_batch == self.best.micro_batch:
             return "taken"
         return "fits" if one.fits(self.limit_gib) else "too much"
@@ -118,7 +119,7 @@ def find(trials: Trials, device: torch.device, most: int) -> Found:
         return Found(limit, wanted, best, search.measured, search.forecast, search.settled)
     safe = max(limit, free_gib(device) * SAFE)
 
-    def taking(steps: Sequence[Step]) -> Mapping[str, Any]:
+    def taking(steps: Sequence[Step]) -> dict[str, Any]:
         laid = [with_argument(trials.command, step.arguments) for step in steps]
         command = trials.command
         for step in steps:
@@ -126,14 +127,16 @@ def find(trials: Trials, device: torch.device, most: int) -> Found:
         checks = [name for step, one in zip(steps, laid, strict=True) if one is None for name in step.checks]
         return {"settings": taken(steps), "checks": checks, "command": command}
 
+    slow = {} if bf16_is_fast(device) else {AUTOCAST: "no bf16 instructions here"}  # emulated, it takes minutes
     tried = rescue(
-        lambda steps: trials.measure(candidates[0], limit_gib=safe, **taking(steps)), search.usable_gib, STEPS
+        lambda steps: trials.measure(candidates[0], limit_gib=safe, **taking(steps)), search.usable_gib, STEPS, slow
     )
     measured = search.measured
     last = tried[-1].measured
     if last is None or not last.fits(search.usable_gib):
         return Found(limit, wanted, None, measured, search.forecast, True, tried)
     kept = taking([one.step for one in tried if one.kept])
+    kept["settings"].pop("accumulate", None)  # of each micro-batch's own
     search = Search(candidates, limit, exact=wanted is not None, measured=[last])
     best = search.run(lambda size: trials.measure(size, **kept))
     return Found(limit, wanted, best, [*measured, *search.measured], search.forecast, search.settled, tried)

@@ -14,6 +14,7 @@ from typing import Any
 from plugins.errors import AccelError
 from plugins.find_batch.search import Measurement, Outcome
 
+AUTOCAST = "autocast"
 HELPS = 0.99  # of the peak before: a step that takes off less is not kept
 
 
@@ -46,7 +47,7 @@ class Step:
 STEPS = (
     Step("the smallest micro-batch", {"accumulate": 1}),
     Step("accumulation", {"accumulate": 2}),
-    Step("autocast", {"precision": "bf16"}),
+    Step(AUTOCAST, {"precision": "bf16"}),
     Step("activation checkpointing", {"checkpointing": "on"}),
     Step(
         "freezing",
@@ -89,13 +90,16 @@ class Tried:
 MeasureStep = Callable[[Sequence[Step]], Measurement]
 
 
-def rescue(measure: MeasureStep, limit_gib: float, steps: Sequence[Step] = STEPS) -> list[Tried]:
+def rescue(
+    measure: MeasureStep, limit_gib: float, steps: Sequence[Step] = STEPS, pointless: Mapping[str, str] | None = None
+) -> list[Tried]:
     """Take the steps one after the other until the training fits.
 
     Args:
         measure: trains at the smallest micro-batch with these steps taken.
         limit_gib: what it has to fit into.
         steps: in the order in which they are tried.
+        pointless: why a step, by its name, is nothing for this device.
 
     Returns:
         All that were tried; it fits if the last one does. A step that takes nothing off is left out of the later ones,
@@ -105,8 +109,9 @@ def rescue(measure: MeasureStep, limit_gib: float, steps: Sequence[Step] = STEPS
     kept: list[Step] = []
     peak: float | None = None
     for step in steps:
-        if step.missing:
-            tried.append(Tried(step, None, kept=False, why=f"needs {' or '.join(step.needs)}"))
+        why = f"needs {' or '.join(step.needs)}" if step.missing else (pointless or {}).get(step.name)
+        if why is not None:
+            tried.append(Tried(step, None, kept=False, why=why))
             continue
         try:
             found = measure([*kept, step])

@@ -50,6 +50,7 @@ def known(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
     """The command of a job, and `Trials` that measure nothing."""
     monkeypatch.setattr("plugins.find_batch.trials.Trials", Known)
     monkeypatch.setattr(finder, "free_gib", lambda device: 100.0)
+    monkeypatch.setattr(finder, "bf16_is_fast", lambda device: True)
     return loop(tmp_path)
 
 

@@ -6,9 +6,11 @@ from collections.abc import Sequence
 
 import pytest
 
+from plugins.config import AccelConfig
 from plugins.errors import AccelError
 from plugins.find_batch.rescue import STEPS, Step, rescue, taken
 from plugins.find_batch.search import Measurement, Outcome
+from plugins.trial_run.probes import PROBES
 
 SAVES = {"accumulation": -0.1, "autocast": 0.0, "activation checkpointing": 0.5, "freezing": 0.4}
 NAMES = [step.name for step in STEPS]
@@ -49,6 +51,13 @@ def test_a_step_that_fails_or_needs_what_is_not_installed_is_said_and_left_out()
     assert not any(one.kept for one in tried if one.measured is None)
 
 
+def test_a_step_that_is_nothing_for_the_device_is_not_measured() -> None:
+    job = Job()
+    tried = rescue(job, 1.7, pointless={"autocast": "no bf16 instructions here"})
+    assert (tried[2].measured, tried[2].why) == (None, "no bf16 instructions here")
+    assert not any("autocast" in steps for steps in job.asked)
+
+
 def test_a_job_that_does_not_run_at_all_is_an_error() -> None:
     with pytest.raises(AccelError, match="failed"):
         rescue(Job(fails=NAMES[0]), 1.0)
@@ -61,3 +70,10 @@ def test_without_accumulation_the_smallest_micro_batch_is_no_answer() -> None:
 
 def test_later_settings_win() -> None:
     assert taken(STEPS[:3]) == {"accumulate": 2, "precision": "bf16"}
+
+
+def test_what_a_step_asks_of_a_trial_is_there() -> None:
+    fields = {field.alias or name for name, field in AccelConfig.model_fields.items()}
+    for step in STEPS:
+        assert set(step.checks) <= set(PROBES)
+        assert set(step.settings) <= fields

@@ -16,14 +16,17 @@ LIBRARIES = ("bitsandbytes.optim", "torchao.optim")  # the first one that is ins
 
 
 def freeze_half(model: nn.Module) -> None:
-    """No gradient for the first half of the parameters, in the model's own order: with it, no activations are kept."""
+    """No gradient for the first half of the parameters, in the model's own order: nothing is kept for it then.
+
+    The last one always trains.
+    """
     parameters = list(model.parameters())
     half, seen = sum(p.numel() for p in parameters) / 2, 0
-    for parameter in parameters:
-        seen += parameter.numel()
-        if seen > half:
+    for parameter in parameters[:-1]:
+        if seen >= half:
             return
         parameter.requires_grad_(False)
+        seen += parameter.numel()
 
 
 def eight_bit(optimizer: torch.optim.Optimizer) -> None:
