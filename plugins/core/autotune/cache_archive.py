@@ -13,6 +13,7 @@ import tarfile
 import tempfile
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
+from typing import IO, cast
 
 from plugins.core.autotune.plan_cache import ENTRIES, CacheError, PlanCache
 from plugins.core.checkpoint.atomic_file import write_atomically
@@ -45,7 +46,7 @@ def load(memory: PlanCache, source: Path) -> int:
             nothing is written then.
     """
     try:
-        with gzip.open(source) as stream, tarfile.open(fileobj=_Bounded(stream, source), mode="r:") as pack:
+        with gzip.open(source) as stream, _opened(stream, source) as pack:
             members = []
             for member in pack:
                 members.append(_ours(member, memory.folder, source))
@@ -69,6 +70,11 @@ def load(memory: PlanCache, source: Path) -> int:
             f"{source}: cannot be imported: {(str(error) or type(error).__name__).splitlines()[0]}"
         ) from None
     return len(names)
+
+
+def _opened(stream: gzip.GzipFile, source: Path) -> tarfile.TarFile:
+    bounded = cast("IO[bytes]", _Bounded(stream, source))  # of which tarfile reads, seeks and asks where it stands
+    return tarfile.open(fileobj=bounded, mode="r:")
 
 
 class _Bounded:
