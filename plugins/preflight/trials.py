@@ -60,8 +60,13 @@ class Trials:
 
     @cached_property
     def accumulated(self) -> TrialResult:
-        """A few updates of which each is a function of its samples: no dropout, BatchNorm frozen."""
-        return self._run("accumulated", self.short, {**ALIKE, "compile": "off"}, self._alike)
+        """A few updates of which each is a function of its samples: no dropout, BatchNorm frozen.
+
+        In the buckets that the compiled trial had: a host may choose fewer where it compiles.
+        """
+        edges = self.compiled.report.get("shapes", {}).get("buckets")
+        buckets = {"buckets": edges} if edges else {}
+        return self._run("accumulated", self.short, {**ALIKE, **buckets, "compile": "off"}, self._alike)
 
     @cached_property
     def big_batch(self) -> TrialResult:
