@@ -80,6 +80,8 @@ TABLE: dict[str, tuple[Run, str]] = {
     "with accel.validation() as model:": (Run.PYTHON, ""),
     # The command line
     "accel doctor": (Run.COMMAND, ""),
+    "accel preflight": (Run.ELSEWHERE, "tests/preflight/test_command.py"),
+    "┃ check": (Run.SHOWN, ""),
     "accel report FOLDER": (Run.COMMAND, ""),
     "accel repair FILE": (Run.COMMAND, ""),
     "accel find-batch": (Run.ELSEWHERE, "tests/find_batch/test_command_line.py"),

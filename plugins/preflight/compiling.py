@@ -13,7 +13,7 @@ MOST = 10.0  # times the tolerance of one update that six may drift apart
 
 
 def _not_compiled(trials: Trials) -> str:
-    if trials.first.report["compile"]["reason"].startswith("the model is compiled already"):
+    if trials.first.fact("compiled_by_owner"):
         return "the model is compiled by its owner"
     if why := why_not(trials.compiled):
         return why

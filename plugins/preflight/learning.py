@@ -11,6 +11,7 @@ from plugins.preflight.verdict import Finding, Verdict, finding, skipped
 
 FEW = 10  # updates, below which a loss says little
 RISE = 1.1  # of the loss, above which it does not only waver
+ABSURD = 1000.0  # times the loss before any update
 TOO_HIGH = 1.5  # times the loss before any update, and at a tenth of the rate
 
 
@@ -79,6 +80,8 @@ def learning_rate(trials: Trials) -> Finding:
 
 def runs_away(trials: Trials, found: list[float]) -> bool:
     """Whether the loss rises from the first update on, and would not at a tenth of the rate."""
+    if max(found) > ABSURD * abs(found[0]):
+        return True
     short = found[1 : trials.short]
     if not short or median(short) < TOO_HIGH * found[0]:
         return False
@@ -118,6 +121,11 @@ def fallen(trials: Trials) -> dict[float, float]:
     return {f: ends(v)[1] for f, v in found.items() if v and all(math.isfinite(x) for x in v)}
 
 
+def rises(rates: list[float]) -> int:
+    """Updates over which a rate rises without a stop, from the first on."""
+    return next((at for at, (a, b) in enumerate(pairwise(rates)) if b <= a), len(rates) - 1)
+
+
 def warm_up(trials: Trials) -> Finding:
     """How many updates the rate rises, and that a schedule moves once an update and not once a micro-batch."""
     first, check = trials.first, "warm-up counted in updates"
@@ -133,7 +141,9 @@ def warm_up(trials: Trials) -> Finding:
             f"a schedule took {max(steps)} steps in {made} updates",
             f"step it once an update (schedule= of the plug does): it runs {trials.accumulate} times too fast",
         )
-    rising = next((at for at, (a, b) in enumerate(pairwise(rates)) if b <= a), len(rates) - 1)
+    groups: list[list[float]] = [list(group) for group in zip(*(u["rates"] for u in first.updates), strict=True)]
+    rates = max(groups, key=rises)  # a host may let one group's fall meanwhile
+    rising = rises(rates)
     if not rising:
         return finding(check, Verdict.PASS, f"no warm-up; the rate begins at {rates[0]:.3g}")
     longer = f"over {made}" if rising == made - 1 else str(rising)

@@ -26,7 +26,7 @@ def placed(trials: Trials) -> Finding:
         )
     if seen.get("step_in_autocast"):
         return finding(check, Verdict.FAIL, f"{inside}, and the step too", "leave autocast before backward and step")
-    if first.report["compile"]["reason"].startswith("the model is compiled already"):
+    if first.fact("compiled_by_owner"):
         return finding(
             check,
             Verdict.WARN,

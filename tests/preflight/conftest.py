@@ -28,6 +28,7 @@ def run_here(
 ) -> TrialResult:
     """As `plugins.trial_run.run` of a script."""
     os.environ[VARIABLE] = str(request.write())
+    request.lines.unlink(missing_ok=True)
     code, words = 0, ""
     try:
         runpy.run_path(command[1], run_name="__main__")
@@ -53,7 +54,7 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Trials
     monkeypatch.setattr(child, "at_exit", AT_EXIT.append)
     monkeypatch.setattr(sys, "argv", ["train.py"])
 
-    def build(updates: int = 16, rates: tuple[float, ...] = (), batch: int | None = None, **parts: object) -> Trials:
-        return Trials(Job(loop(tmp_path, **parts), tmp_path / "trials", updates, batch=batch, rates=rates))
+    def build(updates: int = 16, rates: tuple[float, ...] = (), wanted: int | None = None, **parts: object) -> Trials:
+        return Trials(Job(loop(tmp_path, **parts), tmp_path / "trials", updates, batch=wanted, rates=rates))
 
     return build

@@ -69,11 +69,12 @@ class Placement(Probe):
             hook.remove()
         scaler = self.session.scaler
         dtypes = Counter(str(p.dtype).removeprefix("torch.") for p in self.session.parameters())
-        schedules = [
-            s for s in gc.get_objects() if issubclass(type(s), LRScheduler) and s.optimizer is self.session.optimizer
-        ]
+        model, every = self.session.model, gc.get_objects()
+        schedules = [s for s in every if issubclass(type(s), LRScheduler) and s.optimizer is self.session.optimizer]
+        wrapped = any(type(m).__name__ == "OptimizedModule" and m._modules.get("_orig_mod") is model for m in every)
         self.write(
             placement=self._seen,
+            compiled_by_owner=wrapped or any(m._compiled_call_impl is not None for m in model.modules()),
             weights=dict(dtypes),
             scaler=bool(scaler is not None and scaler.is_enabled()),
             fast_bf16=bf16_is_fast(self.session.device),
@@ -97,7 +98,7 @@ class HostReads(Probe):
     def arrived(self, first: bool) -> None:
         if first and self.session.updates == LOOKED_AT:
             self._mode = _Reads(self.session.device)
-            self._mode.__enter__()
+            self._mode.__enter__()  # type: ignore[no-untyped-call]
 
     @override
     def closed(self, outcome: Outcome) -> dict[str, Any]:
@@ -112,7 +113,7 @@ class _Reads(TorchDispatchMode):
     WAITING = ("aten._local_scalar_dense.default", "aten.nonzero.default", "aten._unique2.default")
 
     def __init__(self, device: torch.device) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.device, self.lines = device, Counter[str]()
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
