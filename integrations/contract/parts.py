@@ -211,8 +211,11 @@ class WeightAverage(Average, Protocol):
     def adopt(self) -> None:
         """The averaged weights become the model's own."""
 
-    def resume(self, live: Mapping[str, Tensor], updates: int) -> None:
-        """The model holds averaged weights: take them as the average, and put `live` into the model."""
+    def wider(self) -> dict[str, Tensor]:
+        """The averages that the model's own dtype would round, by name, whole."""
+
+    def resume(self, live: Mapping[str, Tensor], updates: int, wider: Mapping[str, Tensor]) -> None:
+        """The model holds averaged weights: take them as the average, but for `wider`; put `live` into the model."""
 
     def state_dict(self) -> dict[str, Any]:
         """The count of updates, and the averaged tensors by name."""

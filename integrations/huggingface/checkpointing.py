@@ -87,6 +87,7 @@ class Saving:
             **self._run_state().state_dict(),
             "raw": {n: t.cpu() for n, t in average.live().items()} if average is not None else {},
             "average_updates": average.updates if average is not None else 0,
+            "average_wider": {n: t.cpu() for n, t in average.wider().items()} if average is not None else {},
         }
         if main:
             torch.save(state, folder / checkpoint_folders.STATE)
@@ -111,7 +112,7 @@ class Saving:
         if not raw:
             return
         if self.average is not None:
-            self.average.resume(raw, state["average_updates"])
+            self.average.resume(raw, state["average_updates"], state.get("average_wider", {}))
             return
         self.session.warn(f"{checkpoint.name} holds averaged weights and ema is off: its raw weights are taken")
         model = self.trainer.accelerator.unwrap_model(self.trainer.model)

@@ -125,7 +125,7 @@ class Accelerated(TrainingStep, DeprecatedNames):
         if self.world > 1:
             same_start(self._bare)
         wanted = self.config.ema not in ("host", "off")
-        self.average = EMA(self._bare, float(self.config.ema), wide=True) if wanted else None
+        self.average = EMA(self._bare, float(self.config.ema)) if wanted else None
         spec = RunSpec(
             chosen,
             host,

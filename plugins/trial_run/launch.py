@@ -18,6 +18,7 @@ from typing import Any
 
 import psutil
 
+from plugins.core.system.signals import sigterm_as_ctrl_c
 from plugins.trial_run.command import prepared
 from plugins.trial_run.request import VARIABLE, TrialRequest
 
@@ -95,7 +96,7 @@ def run(
         progress: told of every line of the record as it comes.
 
     Returns:
-        How it ended, and what was written down. A Ctrl-C ends the job, and is told as `Ended.INTERRUPTED`.
+        How it ended, and what was written down. Ctrl-C or SIGTERM end the job, and are told as `Ended.INTERRUPTED`.
 
     Raises:
         AccelError: the command is none, or of no training, or of a script without the plug; one line.
@@ -113,7 +114,8 @@ def run(
             argv, stdin=subprocess.DEVNULL, stdout=out, stderr=error, env=environment, start_new_session=True
         )
         try:
-            ended = job.watch(child, time.monotonic() + timeout)
+            with sigterm_as_ctrl_c():
+                ended = job.watch(child, time.monotonic() + timeout)
         except KeyboardInterrupt:
             ended = Ended.INTERRUPTED
         finally:

@@ -114,6 +114,27 @@ def test_ema_is_evaluated_and_kept_at_the_end(tmp_path):
     assert report(tmp_path)["ema"] == {"decay": 0.5, "updates": 3}
 
 
+def test_the_average_of_a_bf16_model_moves_and_resumes_bit_for_bit(tmp_path):
+    """1 - decay = 0.001 of a bf16 number is rounded away: an average kept in bf16 would stand still."""
+
+    def run(folder, resume=None):
+        model = with_dropout().to(torch.bfloat16)
+        options = {"options": {"ema": 0.999}, "model": model, **RUN, "optim": "sgd", "learning_rate": 0.5}
+        trainer, _ = trainer_for("bert-token", folder, 7, **options)
+        trainer.train(resume_from_checkpoint=resume)
+        return trainer.model.state_dict(), folder / "checkpoint-6"
+
+    straight, last = run(tmp_path / "straight")
+    resumed, again = run(tmp_path / "resumed", str(tmp_path / "straight" / "checkpoint-3"))
+    states = [torch.load(folder / checkpoint_folders.STATE, weights_only=True) for folder in (last, again)]
+    wider = [state["average_wider"] for state in states]
+    assert {tensor.dtype for tensor in wider[0].values()} == {torch.float32}
+    assert all(torch.equal(wider[0][name], wider[1][name]) for name in wider[0])
+    assert all(torch.equal(straight[name], resumed[name]) for name in straight)
+    first = torch.load(tmp_path / "straight" / "checkpoint-5" / checkpoint_folders.STATE, weights_only=True)
+    assert not torch.equal(first["average_wider"]["classifier.weight"], wider[0]["classifier.weight"])
+
+
 def test_load_best_model_at_end_agrees_with_what_was_measured(tmp_path):
     trainer, _ = start(
         tmp_path,

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
 from pathlib import Path
 
 import psutil
@@ -102,3 +105,12 @@ def _line(process: psutil.Process) -> list[str]:
 def test_a_job_over_its_time_is_ended(tmp_path: Path) -> None:
     result = run(loop(tmp_path, before="import time; time.sleep(60)"), TrialRequest(3, tmp_path / "trial"), timeout=4)
     assert result.ended is Ended.TIMEOUT
+
+
+def test_a_sigterm_ends_the_job_too(tmp_path: Path) -> None:
+    """It has a session of its own, and would go on without whoever waits for it."""
+    killer = threading.Timer(1.5, os.kill, (os.getpid(), signal.SIGTERM))
+    killer.start()
+    result = run(loop(tmp_path, before="import time; time.sleep(60)"), TrialRequest(3, tmp_path / "trial"), timeout=20)
+    killer.join()
+    assert result.ended is Ended.INTERRUPTED

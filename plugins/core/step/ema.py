@@ -26,18 +26,19 @@ class EMA:
         decay: in (0, 1).
         ramp: the n-th update has the decay (1 + n) / (10 + n) until that reaches `decay`, so that a short run is not
             ruled by its starting weights.
-        wide: averages of half-precision weights are kept in fp32. In bf16, which has 8 bits, a step of 1 - decay =
-            0.001 is rounded away and the average never moves.
+
+    Averages of half-precision weights are kept in fp32: in bf16, which has 8 bits, a step of 1 - decay = 0.001 is rounded
+    away and the average never moves.
     """
 
-    def __init__(self, model: nn.Module, decay: float, ramp: bool = True, wide: bool = False) -> None:
+    def __init__(self, model: nn.Module, decay: float, ramp: bool = True) -> None:
         self.decay, self.ramp, self.updates = decay, ramp, 0
         self._inside = False
         self._narrow: dict[str, Tensor] = {}  # live values of wider averages, while the model holds those
         reshard(model)
         self._model = model
         self._live = _tensors(model)
-        self._shadow = {name: _copy(tensor, wide) for name, tensor in self._live.items()}
+        self._shadow = {name: _copy(tensor) for name, tensor in self._live.items()}
 
     @torch.no_grad()
     def update(self) -> None:
@@ -109,11 +110,22 @@ class EMA:
         """
         return {name: whole(tensor.detach()) for name, tensor in self._live.items()}
 
+    def wider(self) -> dict[str, Tensor]:
+        """The averages that the model's own dtype would round, by name; gathered as in `live`."""
+        return {n: whole(t.detach()) for n, t in self._shadow.items() if t.dtype != self._live[n].dtype}
+
     @torch.no_grad()
-    def resume(self, live: Mapping[str, Tensor], updates: int) -> None:
-        """The model holds the averaged weights (a checkpoint gave them): take them over, and put `live` back."""
+    def resume(self, live: Mapping[str, Tensor], updates: int, wider: Mapping[str, Tensor]) -> None:
+        """The model holds the averaged weights (a checkpoint gave them): take them over, and put `live` back.
+
+        Args:
+            live: the live weights by name.
+            updates: how often the average had moved.
+            wider: as `wider` gave it; empty in checkpoints of 0.1.
+        """
         reshard(self._model)
         self.reseed()
+        copy_by_name(self._shadow, wider)
         self.updates = updates
         copy_by_name(self._live, live)
 
@@ -132,8 +144,8 @@ def _averages(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
-def _copy(tensor: Tensor, wide: bool) -> Tensor:
-    half = wide and tensor.dtype in (torch.float16, torch.bfloat16)
+def _copy(tensor: Tensor) -> Tensor:
+    half = tensor.dtype in (torch.float16, torch.bfloat16)
     return tensor.detach().to(torch.float32 if half else tensor.dtype, copy=True)
 
 
