@@ -21,14 +21,14 @@ from plugins.core.system.sharding import copy_by_name, reshard, shard, whole
 class EMA:
     """Shadow of a model: `shadow = decay * shadow + (1 - decay) * live`, at `decay` in (0, 1).
 
+    That of half-precision weights is kept in fp32: in bf16, which has 8 bits, a step of 1 - decay = 0.001 is rounded
+    away and the average never moves.
+
     Args:
         model: the model to average; its tensors stay where they are.
         decay: in (0, 1).
         ramp: the n-th update has the decay (1 + n) / (10 + n) until that reaches `decay`, so that a short run is not
             ruled by its starting weights.
-
-    Averages of half-precision weights are kept in fp32: in bf16, which has 8 bits, a step of 1 - decay = 0.001 is rounded
-    away and the average never moves.
     """
 
     def __init__(self, model: nn.Module, decay: float, ramp: bool = True) -> None:
