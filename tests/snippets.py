@@ -61,7 +61,7 @@ TABLE: dict[str, tuple[Run, str]] = {
     "trainer.add_callback(AccelCallback)": (Run.ELSEWHERE, "tests/huggingface/test_plug.py"),
     "torchrun --nproc_per_node=N": (Run.SHOWN, ""),
     "torchrun --nnodes=2": (Run.CHECKED, "two machines"),
-    "yolo train device=0,1": (Run.CHECKED, "two devices; on two CPU ranks: tests/ultralytics/test_ranks.py"),
+    "yolo train device=0,1": (Run.ELSEWHERE, "tests/ultralytics/test_ranks.py"),
     # EasyOCR
     "lines/train/labels.csv": (Run.SHOWN, ""),
     "experiment_name: my_lines": (Run.FILE, "my_lines.yaml"),

@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.distributed.run import get_args_parser
 from typer.testing import CliRunner
 
 from plugins.cli import app
@@ -63,6 +64,10 @@ def check_command(command: str) -> None:
         source = (ROOT / words[0]).read_text(encoding="utf-8")
         compile(source, words[0], "exec")
         assert [w for w in words if w.startswith("--") and f'"{w}"' not in source] == []
+    elif first == "torchrun":
+        for line in command.splitlines():
+            launched = get_args_parser().parse_args(shlex.split(line, comments=True)[1:])
+            assert launched.training_script.endswith(".py")
     else:
         assert first == "pip"
         extras = re.findall(r"\[(\w+)\]", command)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from integrations.contract import Session
+from integrations.huggingface import versions
 from integrations.huggingface.loss_rules import counting
 from integrations.huggingface.loss_scaling import Losses
 from integrations.huggingface.patches import Held
@@ -59,7 +60,7 @@ class Pieces:
             return
         trainer = self.trainer
         on_trainer, on_arguments = Held(trainer), Held(trainer.args)
-        if hasattr(trainer, "current_gradient_accumulation_steps"):  # an older host looks at its argument
+        if versions.WINDOW.here:
             on_trainer.value("current_gradient_accumulation_steps", window)
         count = trainer.args.gradient_accumulation_steps * pieces
         on_arguments.value("gradient_accumulation_steps", count, hidden=False)

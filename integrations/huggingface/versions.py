@@ -58,6 +58,11 @@ COUNT = Symbol(
     f"{_TRAINER}._get_num_items_in_batch", "4.57", "a window is counted after the host has fetched and counted it"
 )
 SCALED = Symbol(f"{_TRAINER}.loss_is_scaled_for_ga", "5.20", "a user cannot say that a loss is divided; it is seen")
+WINDOW = Symbol(
+    f"{_TRAINER}.current_gradient_accumulation_steps",
+    "5.0",
+    "the loss is divided by its argument, which is held instead",
+)
 ROTATE = Symbol("transformers.trainer_utils:rotate_checkpoints", "5.10", "Trainer._rotate_checkpoints is asked")
 STRATEGY = Symbol(
     "transformers.training_args:TrainingArguments.train_sampling_strategy",
@@ -88,6 +93,7 @@ TABLE = (
     GRAD_NORM,
     COUNT,
     SCALED,
+    WINDOW,
     ROTATE,
     STRATEGY,
     WORKERS,

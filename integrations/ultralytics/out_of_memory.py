@@ -32,7 +32,8 @@ class _Later(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
-        ctx.run(gradient)
+        run, ctx.run = ctx.run, None  # the trainer keeps its last loss, which would keep the run
+        run(gradient)
         return None, None, None
 
 

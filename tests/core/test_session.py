@@ -330,7 +330,7 @@ def test_the_report_has_the_sections_of_schema_1_and_what_happened(tmp_path: Pat
     path = session.end(tmp_path / "run")
     assert path == tmp_path / "run" / "accel_report.json"
     data = json.loads(path.read_text())
-    top = {"schema", "host", "versions", "device", "config", "warnings", "checkpoints"}
+    top = {"schema", "host", "versions", "device", "model", "parameters", "config", "warnings", "losses", "checkpoints"}
     assert set(data) == top | set(SCHEMA_1)
     assert list(data)[:6] == ["schema", "host", "versions", "device", "config", "warnings"]
     for section, fields in SCHEMA_1.items():

@@ -100,7 +100,7 @@ def test_paths_from_the_home_folder(monkeypatch):
 @pytest.mark.parametrize(
     ("key", "value", "told"),
     [
-        ("output", "a\0b", "null character"),
+        ("output", "a\0b", "no file has this name"),
         ("Transformation", "TPS", "TPS"),
         ("FeatureExtraction", "RCNN", "RCNN"),
         ("Prediction", "Attn", "Attn"),

@@ -127,7 +127,7 @@ def test_a_loader_that_sleeps_is_named(job: Build) -> None:
     assert found.verdict in (Verdict.WARN, Verdict.FAIL)
     assert "waiting an update" in found.figure
     assert "workers" in found.advice
-    assert speed.loader(job()).verdict is Verdict.PASS
+    assert speed.loader(job(body="import time; time.sleep(0.02)")).verdict is Verdict.PASS
 
 
 def test_reads_of_the_host_are_counted_by_line(job: Build) -> None:
@@ -191,7 +191,7 @@ def test_bf16_is_seen_inside_the_forward(job: Build) -> None:
 
 
 def test_an_evaluation_that_keeps_its_outputs_is_seen_growing(job: Build) -> None:
-    after = "with accel.validation(): kept.append(torch.ones(2**24))"
+    after = "with accel.validation(): kept.append(torch.ones(2**27))"
     of(resources.evaluation(job(before="kept = []", after=after)), Verdict.WARN, "GiB more in use", "keep counts")
     calm = job(after="with accel.validation(): model(inputs)")
     assert resources.evaluation(calm).verdict is Verdict.PASS

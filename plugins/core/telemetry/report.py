@@ -137,9 +137,9 @@ class Report:
     schema: int = SCHEMA
     versions: dict[str, str] = field(default_factory=dict)
     device: str = ""
+    warnings: list[str] = field(default_factory=list)
     model: str = ""
     parameters: int = 0
-    warnings: list[str] = field(default_factory=list)
     window: WindowFacts = field(default_factory=WindowFacts)
     compile: CompileFacts = field(default_factory=CompileFacts)
     speed: SpeedFacts = field(default_factory=SpeedFacts)

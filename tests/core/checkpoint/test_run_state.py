@@ -22,7 +22,7 @@ BOTH = Plan("bf16", "channels_last")
 SECONDS = {"bf16": 0.8, "channels_last": 0.7, "both": 0.5}
 FIELDS = {
     "config", "model", "optimizer", "scaler", "average", "window", "gradients", "kept_statistics", "counts", "plan",
-    "switches", "measured", "random", "beside_model", "beside_gradients",
+    "switches", "measured", "random", "beside_model", "beside_gradients", "rescue",
 }  # fmt: skip
 
 
