@@ -164,7 +164,7 @@ class Report:
     def data(self) -> dict[str, Any]:
         """As JSON values; what is not finite is None, and curves of losses are thinned."""
         found = _plain(asdict(replace(self, losses=self.losses.thinned())))
-        order = ["schema", "host", "versions", "device", "model", "parameters", "config", "warnings"]
+        order = ["schema", "host", "versions", "device", "config", "warnings"]
         return {**{k: found[k] for k in order}, **found}
 
 
