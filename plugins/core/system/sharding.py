@@ -65,10 +65,10 @@ def placed_for(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> di
 def total_norm(tensors: Iterable[Tensor]) -> Tensor:
     """The L2 norm over all tensors and all their shards, the same number on every rank. Collective where sharded.
 
-    Plain tensors alone: torch's own, to its last bit.
+    Plain tensors alone: torch's own, to its last bit. Sparse ones by their values, of which torch 2.10 takes no norm.
     """
     meshes: dict[Any, list[Tensor]] = {}
-    for tensor in tensors:
+    for tensor in (t.coalesce().values() if t.is_sparse else t for t in tensors):
         meshes.setdefault(tensor.device_mesh if is_sharded(tensor) else None, []).append(tensor)  # type: ignore[attr-defined]
     norms = [torch.nn.utils.get_total_norm(group) for group in meshes.values()]
     norms = [norm.full_tensor() if is_sharded(norm) else norm for norm in norms]  # type: ignore[attr-defined]
