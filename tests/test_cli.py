@@ -5,18 +5,17 @@ from __future__ import annotations
 import errno
 import json
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from plugins import cli
 from plugins.core.autotune.background_compile import CompileFindings
 from plugins.core.autotune.plan_cache import PlanCache
 from plugins.core.plan import Plan
 from plugins.core.telemetry.report import Report
+from tests.accel_command import accel_command
 from tests.core.remembered import entry
 
 KEY = "ab" * 32
@@ -27,15 +26,7 @@ def accel(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], t
     """`accel("doctor")`: exit code, stdout, stderr."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
-    monkeypatch.setenv("COLUMNS", "200")
-
-    def run(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["accel", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        return int(ended.value.code or 0), *capsys.readouterr()
-
-    return run
+    return accel_command(monkeypatch, capsys)
 
 
 @pytest.fixture

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from pathlib import Path
 
 import pytest
 
-from plugins import cli
 from plugins.core.telemetry.report import Report
+from tests.accel_command import accel_command
 from tests.core.telemetry import sample
 from tests.core.telemetry.hostile import hostile
 
@@ -21,15 +20,7 @@ PAGE = Path(__file__).parents[1] / "docs" / "report.md"
 def accel(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path):  # type: ignore[no-untyped-def]
     """`accel("a", "b")`: exit code, stdout, stderr of `accel report a b`, in a folder of its own."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "200")
-
-    def run(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["accel", "report", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        return int(ended.value.code or 0), *capsys.readouterr()
-
-    return run
+    return accel_command(monkeypatch, capsys, "report")
 
 
 def write(folder: Path, seconds: float = 0.5, host: str = "loop") -> Path:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
 
 import pytest
 
-from plugins import cli
 from plugins.find_batch import finder
 from plugins.find_batch.search import Measurement, Outcome
 from plugins.find_batch.trials import Trials
+from tests.accel_command import accel_command
 from tests.trial_run.jobs import loop
 
 
@@ -20,15 +19,7 @@ def accel(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tm
     """`accel("--memory", "1GiB", ...)`: exit code, stdout, stderr."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("ACCEL_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setenv("COLUMNS", "160")
-
-    def run(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["accel", "find-batch", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        return int(ended.value.code or 0), *capfd.readouterr()
-
-    return run
+    return accel_command(monkeypatch, capfd, "find-batch", columns=160)
 
 
 class Known(Trials):

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from plugins import cli
 from plugins.preflight import command, trials
 from plugins.preflight.trials import Trials
 from plugins.preflight.verdict import Finding, Verdict
 from plugins.trial_run import Ended, TrialResult
+from tests.accel_command import accel_command
 from tests.preflight.conftest import run_here
 from tests.trial_run.jobs import loop
 
@@ -24,15 +23,7 @@ ASKS = "import argparse; p = argparse.ArgumentParser(); p.add_argument('x'); p.p
 @pytest.fixture
 def accel(job: Build, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple]:
     """`accel("preflight", ...)`: exit code, stdout, stderr; trials run in this process."""
-    monkeypatch.setenv("COLUMNS", "200")
-
-    def run(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["accel", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        return int(ended.value.code or 0), *capsys.readouterr()
-
-    return run
+    return accel_command(monkeypatch, capsys)
 
 
 def verdict_on(worst: Verdict) -> Callable[[Trials], Finding]:
