@@ -9,18 +9,13 @@ and is not among `ALLOWED`. This file is also the pytest plugin that puts the ca
 
 from __future__ import annotations
 
-import fnmatch
-import importlib.metadata
 import os
-import subprocess
 import sys
-import tempfile
-import xml.etree.ElementTree as ElementTree
 from functools import wraps
 from pathlib import Path
 from typing import Any
 
-WITH_PLUG = "PEERS_WITH_PLUG"
+from twice import WITH_PLUG, Suite  # beside this file, which is run as a script
 
 ALLOWED = {
     "*TrainerCallbackTest.test_init_callback": "pins the list of callbacks",
@@ -52,56 +47,12 @@ def pytest_configure(config: Any) -> None:
     Trainer.__init__ = plugged
 
 
-def run(folder: Path, plug: bool, arguments: list[str]) -> dict[str, str]:
-    """Outcomes by `module.Class.test`: passed, failed, error or skipped.
-
-    Raises:
-        SystemExit: pytest could not run at all.
-    """
-    root = next((parent.parent for parent in (folder, *folder.parents) if parent.name == "tests"), folder)
-    with tempfile.TemporaryDirectory() as scratch:
-        log = Path(scratch) / "outcomes.xml"
-        environment = {**os.environ, **OFFLINE, "ACCEL_CACHE_DIR": scratch}
-        environment["PYTHONPATH"] = os.pathsep.join(
-            [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
-        )
-        if plug:
-            environment[WITH_PLUG] = "1"
-        command = [sys.executable, "-m", "pytest", "-q", "-p", Path(__file__).stem, "-p", "no:cacheprovider"]
-        done = subprocess.run(
-            [*command, f"--junitxml={log}", str(folder), *arguments],
-            cwd=root, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )  # fmt: skip
-        if not log.is_file():
-            sys.exit(f"pytest ended with {done.returncode}:\n{done.stdout[-2000:]}")
-        cases = ElementTree.parse(log).getroot().iter("testcase")
-        return {f"{case.get('classname')}.{case.get('name')}": outcome(case) for case in cases}
-
-
-def outcome(case: ElementTree.Element) -> str:
-    return next((kind for kind in ("failure", "error", "skipped") if case.find(kind) is not None), "passed")
-
-
-def reason(name: str) -> str:
-    """Why a test may differ; empty where it may not."""
-    return next((why for pattern, why in ALLOWED.items() if fnmatch.fnmatch(name, pattern)), "")
-
-
 def main(arguments: list[str]) -> int:
     if not arguments or not Path(arguments[0]).exists():
         sys.exit(f"usage: {Path(__file__).name} FOLDER [pytest arguments]; FOLDER is transformers' tests/trainer")
     folder = Path(arguments[0]).resolve()
-    alone, plugged = (run(folder, plug, arguments[1:]) for plug in (False, True))
-    passed = [name for name, found in alone.items() if found == "passed"]
-    differing = {name: plugged.get(name, "missing") for name in passed if plugged.get(name) != "passed"}
-    bad = [name for name in differing if not reason(name)]
-    for name, found in differing.items():
-        print(f"{found:8} {name}" + (f"  (allowed: {reason(name)})" if reason(name) else ""))
-    version = importlib.metadata.version("transformers")
-    print(
-        f"transformers {version}: {len(passed)} of {len(alone)} tests pass alone; with the plug {len(bad)} of them fail"
-    )
-    return 1 if bad or not passed else 0
+    root = next((parent.parent for parent in (folder, *folder.parents) if parent.name == "tests"), folder)
+    return Suite("transformers", Path(__file__), [folder], root, OFFLINE, ALLOWED).compare(arguments[1:])
 
 
 if __name__ == "__main__":
