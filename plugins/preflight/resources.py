@@ -25,8 +25,10 @@ def memory(trials: Trials) -> Finding:
     size, free = trials.window.get("micro_batch"), first.fact("free_gib")
     if None in peaks or not size or free is None:
         return skipped(check, "no update")
-    held = min(u["memory_gib"] for u in first.updates)
-    peak = max(*peaks, 0.0)
+    peak, sizes = max(*peaks, 0.0), first.fact("bytes")
+    # Of every batch alike: what was there before, gradients, and the optimizer's state. Not the memory in use after an
+    # update, in which freed blocks that stay with the process are counted.
+    held = min(first.fact("begun")["held_gib"] + (sizes["model"] + sizes["optimizer"]) / GIB, peak)
     wanted = trials.job.batch or size
     forecast = held + max(peak - held, 0.0) * wanted / size
     there = free + first.updates[-1]["memory_gib"]

@@ -50,7 +50,9 @@ class Watch(Observer):
         if request.memory_gib is not None:
             devices.limit(session.device, int(request.memory_gib * GIB))
         facts = session.report
-        note(begun={"host": facts.host, "device": session.device.type, "kind": facts.memory.kind, "pid": os.getpid()})
+        held = in_use_gib(session.device)
+        begun = {"host": facts.host, "device": session.device.type, "kind": facts.memory.kind, "pid": os.getpid()}
+        note(begun=begun | {"held_gib": held})
         self.resized(facts.window.micro_batch)
         for probe in self.probes:
             probe.begin()

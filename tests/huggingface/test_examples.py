@@ -37,7 +37,7 @@ def test_twins_differ_in_the_import_and_the_callback(kind):
 def test_twins_run_on_a_short_setting(twin, tmp_path):
     environment = {**os.environ, "PYTHONPATH": str(EXAMPLES.parent), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(EXAMPLES / f"{twin}.py"), "--epochs", "1", "--most", "12", "--output", str(tmp_path)]
-    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "accuracy" in done.stdout.splitlines()[-1]
     assert (tmp_path / "accel_report.json").exists() == twin.endswith("accel")

@@ -216,7 +216,7 @@ KILLED = """
 def killed(folder: Path, at: int, resume: bool = False) -> int:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", textwrap.dedent(KILLED), str(folder), str(at), "resume" if resume else "new"]
-    return subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, timeout=120).returncode
+    return subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, timeout=400).returncode
 
 
 @pytest.mark.parametrize("at", [22, 31, 37])

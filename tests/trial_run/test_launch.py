@@ -109,8 +109,8 @@ def test_a_job_over_its_time_is_ended(tmp_path: Path) -> None:
 
 def test_a_sigterm_ends_the_job_too(tmp_path: Path) -> None:
     """It has a session of its own, and would go on without whoever waits for it."""
-    killer = threading.Timer(1.5, os.kill, (os.getpid(), signal.SIGTERM))
+    killer = threading.Timer(4.0, os.kill, (os.getpid(), signal.SIGTERM))
     killer.start()
-    result = run(loop(tmp_path, before="import time; time.sleep(60)"), TrialRequest(3, tmp_path / "trial"), timeout=20)
+    result = run(loop(tmp_path, before="import time; time.sleep(60)"), TrialRequest(3, tmp_path / "trial"), timeout=90)
     killer.join()
     assert result.ended is Ended.INTERRUPTED
