@@ -115,6 +115,9 @@ class Run:
         return tensors(self.trainer.ema.ema)
 
 
+Train = Callable[..., Run]
+
+
 @pytest.fixture
 def train(
     tmp_path: Path, data: Callable[..., Path], models: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch

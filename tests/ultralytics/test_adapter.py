@@ -10,10 +10,7 @@ import torch
 from torch import nn
 
 from tests import reference
-from tests.ultralytics.conftest import BATCHNORM, PLAIN, Run, Spy, freeze_batchnorm, same, tensors
-
-Train = Callable[..., Run]
-
+from tests.ultralytics.conftest import BATCHNORM, PLAIN, Spy, Train, freeze_batchnorm, same, tensors
 
 # -- exactness ---------------------------------------------------------------------------------------------------
 

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-from tests.ultralytics.conftest import Run, Spy, same, tensors
-
-Train = Callable[..., Run]
+from tests.ultralytics.conftest import Run, Spy, Train, same, tensors
 
 
 @pytest.mark.parametrize("clip", [0.1, "off", "host"])

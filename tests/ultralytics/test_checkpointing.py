@@ -24,10 +24,7 @@ from ultralytics.nn.tasks import DetectionModel
 from integrations.ultralytics import checkpointing
 from plugins.core import checkpoint
 from plugins.core.checkpoint import atomic_file
-from tests.ultralytics.conftest import ROOT, Run, same, tensors, without_plug
-
-Train = Callable[..., Run]
-
+from tests.ultralytics.conftest import ROOT, Run, Train, same, tensors, without_plug
 
 # -- resume ------------------------------------------------------------------------------------------------------
 

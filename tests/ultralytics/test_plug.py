@@ -22,10 +22,7 @@ from integrations.ultralytics.out_of_memory import Rescuing
 from plugins import AccelConfig, yolo
 from plugins.errors import AccelError
 from plugins.yolo import attach
-from tests.ultralytics.conftest import PLAIN, ROOT, Run, Spy, same
-
-Train = Callable[..., Run]
-
+from tests.ultralytics.conftest import PLAIN, ROOT, Spy, Train, same
 
 # -- attach, callbacks, check --------------------------------------------------------------------------------------
 

@@ -26,10 +26,9 @@ from integrations.patches import Hook, nothing
 from integrations.ultralytics import command
 from plugins import yolo
 from plugins.yolo import attach
-from tests.ultralytics.conftest import Run, same, tensors, without_plug
+from tests.ultralytics.conftest import Train, same, tensors, without_plug
 from tests.ultralytics.test_checkpointing import Killed, keep_copies, stop_after
 
-Train = Callable[..., Run]
 EVENTS = (
     "on_pretrain_routine_end", "on_train_start", "on_train_epoch_start", "on_train_batch_start", "on_train_batch_end",
     "on_train_epoch_end", "on_model_save", "on_fit_epoch_end", "on_train_end", "teardown",
