@@ -10,7 +10,8 @@ import torch
 import yaml
 from ultralytics.utils import ROOT as HOST_ROOT
 
-from tests.ultralytics.conftest import Spy, Train
+from tests.ultralytics.conftest import Train
+from tests.ultralytics.spy import Spy
 
 PLAIN_HEAD = {"accumulate": 2, "batchnorm": "freeze", "clip_norm": "off"}
 
