@@ -192,8 +192,6 @@ def freeze_batchnorm(trainer: Any) -> None:
 
 def without_plug(*arguments: str, cwd: Path, path: str = "") -> Any:
     """A Python process that cannot import the project."""
-    import sys
-
     environment = {k: v for k, v in os.environ.items() if not k.startswith("ACCEL_")}
     environment.update(PYTHONPATH=path, YOLO_OFFLINE="1", OMP_NUM_THREADS="1", PYTHONDONTWRITEBYTECODE="1")
     return subprocess.run(
