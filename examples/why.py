@@ -17,7 +17,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,7 @@ PLAIN = {
     "mosaic": 0.0, "hsv_h": 0.0, "hsv_s": 0.0, "hsv_v": 0.0, "translate": 0.0, "scale": 0.0, "fliplr": 0.0,
     "erasing": 0.0, "auto_augment": None, "seed": 0, "exist_ok": True,
 }  # fmt: skip
+ENVIRONMENT = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
 
 
 class Bench:
@@ -207,16 +209,13 @@ def killed(bench: Bench, times: int = 6) -> Row:
     def broken(kind: str) -> str:
         lost = 0
         last = bench.folder / "kill" / kind / "weights" / "last.pt"
-        environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
         for attempt in range(times):
             run = subprocess.Popen(
                 [sys.executable, "-c", SAVER, str(bench.detect), kind, str(bench.folder / "kill")],
-                stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment,
+                stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=ENVIRONMENT,
             )  # fmt: skip
             assert run.stdout is not None
-            for line in run.stdout:
-                if line.startswith("saving"):
-                    break
+            next((line for line in run.stdout if line.startswith("saving")), None)
             # Aim where the file is being rewritten: the host truncates it first, so it is short then.
             until, full = time.monotonic() + 3 + attempt / 10, last.stat().st_size
             while time.monotonic() < until and last.stat().st_size >= full:
@@ -255,8 +254,7 @@ def command(bench: Bench) -> Row:
             "plots=False", f"project={bench.folder / 'runs'}", "name=command", "exist_ok=True",
             "callbacks=plugins.yolo",
         ]  # fmt: skip
-        environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
-        done = subprocess.run(line, capture_output=True, text=True, check=False, env=environment)
+        done = subprocess.run(line, capture_output=True, text=True, check=False, env=ENVIRONMENT)
         return "trains with it" if done.returncode == 0 else "refused: not a valid YOLO argument"
 
     host = [sys.executable, "-c", "from ultralytics.cfg import entrypoint; entrypoint()"]
@@ -286,16 +284,14 @@ def main() -> int:
     table = Table("", "the host alone", "with the plug")
     with tempfile.TemporaryDirectory() as folder, Live(table, console=Console()) as live:
         bench = Bench(Path(folder))
-        for name in wanted:
-            if name != "hf":
-                table.add_row(*ROWS[name](bench))
-                live.refresh()
+        rows: Iterable[Row] = (ROWS[name](bench) for name in wanted if name != "hf")
         if "hf" in wanted:
             import why_hf
 
-            for row in why_hf.rows():
-                table.add_row(*row)
-                live.refresh()
+            rows = chain(rows, why_hf.rows())
+        for row in rows:
+            table.add_row(*row)
+            live.refresh()
     return 0
 
 

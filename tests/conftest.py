@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -14,3 +15,9 @@ def _environment() -> Iterator[None]:
     """Transformers 4.52 sets ACCELERATE_DYNAMO_BACKEND for a torch_compile=True, and every later Trainer compiles."""
     with mock.patch.dict(os.environ):
         yield
+
+
+@pytest.fixture
+def _alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No accel.yaml of this folder."""
+    monkeypatch.chdir(tmp_path)

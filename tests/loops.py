@@ -31,3 +31,9 @@ def off(ours, theirs):
     """The largest difference of two modules' parameters."""
     pairs = zip(ours.parameters(), theirs.parameters(), strict=True)
     return max((a - b).abs().max().item() for a, b in pairs)
+
+
+def plain(model, optimizer, loss):
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()

@@ -22,6 +22,7 @@ OWN = {
 FOLDER_OF_PLUG = {"yolo": "ultralytics", "hf": "huggingface", "easyocr": "easyocr", "lightning": "lightning"}
 LONGEST = 300  # lines
 SOURCES = sorted(p for room in ("plugins", "integrations") for p in (ROOT / room).rglob("*.py"))
+BESIDE = sorted(p for room in ("tests", "examples", "benchmarks") for p in (ROOT / room).rglob("*.py"))
 
 
 def imported(path: Path) -> Iterator[str]:
@@ -71,6 +72,7 @@ def test_the_rules_see_imports_of_every_form(tmp_path: Path) -> None:
 def test_there_is_something_to_check() -> None:
     assert {"plugins", "integrations"} <= {p.relative_to(ROOT).parts[0] for p in SOURCES}
     assert len(SOURCES) > 15
+    assert {"tests", "examples"} <= {p.relative_to(ROOT).parts[0] for p in BESIDE}  # benchmarks: a checkout alone
 
 
 @pytest.mark.parametrize("path", [p for p in SOURCES if p.is_relative_to(ROOT / "integrations")], ids=ids)
@@ -116,7 +118,7 @@ def test_a_plug_holds_no_host_and_takes_its_own_integration_only(path: Path) -> 
         assert rooms <= {own}
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=ids)
+@pytest.mark.parametrize("path", [*SOURCES, *BESIDE], ids=ids)
 def test_no_file_is_too_long(path: Path) -> None:
     assert len(path.read_text(encoding="utf-8").splitlines()) <= LONGEST
 

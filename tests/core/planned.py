@@ -26,6 +26,9 @@ from tests.core.tiny import CPU
 Costs = Callable[[Plan], float]
 CACHES = count()
 OF = 1000  # updates that a run is said to have
+UPDATES = 10  # that it makes
+BOTH_PLAN = Plan("bf16", "channels_last")
+BOTH_WIN = {"host": 1.0, "bf16": 0.8, "channels_last": 0.7, "both": 0.5}
 
 
 class Clock:
@@ -163,3 +166,7 @@ def by_name(**seconds: float) -> Costs:
         return seconds.get("both" if len(names) == 2 else names[0] if names else "host", 1.0)
 
     return cost
+
+
+def names(host: Host) -> list[str]:
+    return [timing.plan.name for timing in host.open.tuner.timings]

@@ -13,6 +13,9 @@ import torch
 from PIL import Image
 
 from examples.render_lines import line
+from integrations.easyocr.charset import characters_of
+from integrations.easyocr.data import Skipped, keep_trainable, read_folder
+from integrations.easyocr.settings import read_settings
 
 CASES = Path(__file__).parent / "cases"
 TINY = {"output_channel": 16, "hidden_size": 16}
@@ -94,3 +97,19 @@ def tiny(tmp_path: Path) -> dict[str, Any]:
         "accel": {"precision": "fp32"},
         **TINY,
     }
+
+
+def served(folder, **options):
+    """Labels that a run over `folder` would train on."""
+    settings, _ = read_settings(options)
+    skipped = Skipped()
+    lines = read_folder(folder, "train_data", skipped)
+    characters = characters_of(settings, [line.label for line in lines.lines])
+    return [line.label for line in keep_trainable(lines, characters, settings, skipped).lines], skipped
+
+
+def rows_of(*pictures):
+    """A Hugging Face data set of these pictures, each labelled 12."""
+    datasets = pytest.importorskip("datasets")
+    features = datasets.Features({"image": datasets.Image(), "text": datasets.Value("string")})
+    return datasets.Dataset.from_dict({"image": list(pictures), "text": ["12"] * len(pictures)}, features=features)

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from plugins import cli
-from tests.easyocr.test_fit import interrupt_at_show
+from tests.easyocr.runs import interrupt_at_show
 
 
 @pytest.fixture

@@ -14,8 +14,8 @@ from plugins.core.plan import Plan
 from plugins.easyocr import fit
 from plugins.easyocr import training as plug
 from tests.core.planned import Clock, by_name
+from tests.easyocr.runs import assert_same_state, interrupt_at_show
 from tests.easyocr.test_exact import Kept
-from tests.easyocr.test_fit import assert_same_state, interrupt_at_show
 
 BOTH = Plan("bf16", "channels_last")
 SECONDS = {"host": 1.0, "bf16": 0.8, "channels_last": 0.7, "both": 0.5}

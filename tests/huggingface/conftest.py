@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before the hub's library is imported
 
@@ -22,3 +23,9 @@ def _small_machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 def _clean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No accel.yaml of this folder."""
     monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def fresh() -> None:
+    """No graphs of an earlier test."""
+    torch._dynamo.reset()

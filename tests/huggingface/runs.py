@@ -14,6 +14,8 @@ from integrations.huggingface import versions
 from plugins.hf import AccelCallback
 from tests.huggingface.heads import Rows, batch_for, model_for
 
+ON = {"compile": "on", "compile_backend": "aot_eager"}
+
 
 def arguments(folder: Path | str, **more: Any) -> TrainingArguments:
     """Quiet, deterministic arguments for a CPU; `more` wins."""

@@ -4,26 +4,17 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import GenerationConfig, Seq2SeqTrainer, Seq2SeqTrainingArguments
 
-from integrations.huggingface.adapter import Adapter
 from plugins.core.autotune import tuner
-from plugins.hf import AccelCallback
 from tests import reference
-from tests.huggingface.heads import Rows, batch_for, model_for
-from tests.huggingface.runs import LOGGED, arguments, losses, report, trainer_for
+from tests.huggingface.heads import batch_for, model_for
+from tests.huggingface.runs import LOGGED, ON, losses, report, trainer_for
 from tests.huggingface.text import TokenRows, pad
 
-ON = {"compile": "on", "compile_backend": "aot_eager"}
-
-
-@pytest.fixture(autouse=True)
-def fresh():
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh")
 
 
 @pytest.mark.parametrize(
@@ -148,84 +139,6 @@ def test_a_micro_batch_of_one_survives(tmp_path):
     assert reference.difference({n: spy.gradients[0][n] for n in right}, right) <= 1e-5
 
 
-def test_case_25205_checkpoint_loads_clean(tmp_path):
-    trainer, _ = trainer_for(
-        "bert-sequence",
-        tmp_path,
-        8,
-        options={**ON, "ema": 0.5},
-        per_device_train_batch_size=2,
-        max_steps=4,
-        save_strategy="steps",
-        save_steps=2,
-    )
-    trainer.train()
-    trainer.save_model(str(tmp_path / "final"))
-    for folder in ("checkpoint-2", "checkpoint-4", "final"):
-        model, info = type(trainer.model).from_pretrained(tmp_path / folder, output_loading_info=True)
-        assert not any(info[key] for key in info if key.endswith(("_keys", "_msgs"))), info
-    for name, tensor in trainer.model.state_dict().items():
-        assert torch.equal(model.state_dict()[name], tensor), name
-
-
-@pytest.mark.parametrize("scope", ["whole", "regional"])
-def test_generation_is_eager_and_adds_no_graph(scope, tmp_path):
-    batch = batch_for("t5-seq2seq", 8)
-    given = arguments(tmp_path, max_steps=2, per_device_train_batch_size=4, learning_rate=0.0).to_dict()
-    names = (
-        "output_dir",
-        "report_to",
-        "learning_rate",
-        "max_steps",
-        "per_device_train_batch_size",
-        "optim",
-        "use_cpu",
-        "remove_unused_columns",
-        "disable_tqdm",
-        "save_strategy",
-        "train_sampling_strategy",
-    )
-    arg = Seq2SeqTrainingArguments(
-        **{name: given[name] for name in names},
-        predict_with_generate=True,
-        eval_strategy="steps",
-        eval_steps=1,
-        generation_config=GenerationConfig(max_new_tokens=5, decoder_start_token_id=0, pad_token_id=0, eos_token_id=1),
-    )
-    tokens = []
-    for callbacks in ([], [AccelCallback(**ON, compile_scope=scope)]):
-        trainer = Seq2SeqTrainer(
-            model=model_for("t5-seq2seq"),
-            args=arg,
-            train_dataset=Rows(batch),
-            eval_dataset=Rows(batch),
-            callbacks=callbacks,
-            compute_metrics=lambda p: (tokens.append(p.predictions.tolist()), {})[1],
-        )
-        trainer.train()
-    facts = report(tmp_path)["compile"]
-    assert facts["decision"] == scope
-    assert set(facts["phases"]) == {"train"}
-    assert len(tokens) == 4
-    assert tokens[2:] == tokens[:2]
-
-
-def test_validate_compiled(tmp_path):
-    trainer, _ = trainer_for(
-        "bert-sequence",
-        tmp_path,
-        8,
-        options={**ON, "validate": "compiled"},
-        per_device_train_batch_size=4,
-        per_device_eval_batch_size=4,
-        max_steps=1,
-        eval_strategy="steps",
-        eval_steps=1,
-    )
-    trainer.train()
-    assert set(report(tmp_path)["compile"]["phases"]) == {"train", "validation"}
-
-
 def test_gradient_checkpointing_lora_and_frozen_parts(tmp_path):
     peft = pytest.importorskip("peft")
     batch = batch_for("bert-token", 4, uneven=True)
@@ -341,84 +254,3 @@ def test_regional_compiles_in_a_third_of_the_time(tmp_path, monkeypatch):
     print(f"cold compile of a 6-layer BERT: {seconds}")
     assert Path(tmp_path / "regional").exists()
     assert seconds["regional"] < seconds["whole"]
-
-
-def test_the_plan_is_tried_without_a_trace(tmp_path):
-    """Twenty updates with the planner at work end with the same weights as without it (case pytorch#98102)."""
-    runs = {}
-    for plan in ("off", "auto"):
-        trainer, spy = trainer_for(
-            "bert-token",
-            tmp_path / plan,
-            8,
-            options={"plan": plan, "cache_dir": str(tmp_path / "cache")},
-            per_device_train_batch_size=4,
-            gradient_accumulation_steps=2,
-            max_steps=20,
-        )
-        trainer.train()
-        runs[plan] = spy.weights[-1]
-    assert all(torch.equal(runs["auto"][name], runs["off"][name]) for name in runs["off"])
-    found = report(tmp_path / "auto")
-    assert (found["compile"]["decision"], found["compile"]["graphs"], found["speed"]["plan"]) == ("eager", 0, "host")
-    assert found["compile"]["reason"]
-
-
-def test_precision_from_the_settings(tmp_path):
-    seen = []
-    trainer, _ = trainer_for(
-        "bert-token", tmp_path, 4, options={"precision": "bf16"}, per_device_train_batch_size=4, max_steps=1
-    )
-    trainer.model.bert.encoder.layer[0].output.dense.register_forward_hook(
-        lambda m, i, o: seen.append(o.dtype) if m.training else None
-    )
-    trainer.train()
-    assert seen == [torch.bfloat16]
-    assert report(tmp_path)["speed"]["precision"] == "bf16"
-    assert all(p.dtype == torch.float32 for p in trainer.model.parameters())
-
-
-def test_channels_last_from_the_settings(tmp_path):
-    trainer, spy = trainer_for(
-        "resnet-image",
-        tmp_path,
-        4,
-        options={"memory_format": "channels_last", "batchnorm": "freeze", "ema": 0.5},
-        per_device_train_batch_size=2,
-        gradient_accumulation_steps=2,
-        max_steps=1,
-    )
-    seen = []
-    first = next(m for m in trainer.model.modules() if isinstance(m, torch.nn.Conv2d))
-    first.register_forward_hook(
-        lambda m, i, o: seen.append(o.is_contiguous(memory_format=torch.channels_last)) if m.training else None
-    )
-    trainer.train()
-    assert all(seen)
-    assert len(seen) == 2
-
-    def loss(model, batch):
-        for module in model.modules():
-            if isinstance(module, torch.nn.BatchNorm2d):
-                module.eval()
-        return model(**batch).loss
-
-    right = reference.gradients(model_for("resnet-image"), batch_for("resnet-image", 4), loss)
-    assert reference.difference(spy.gradients[0], right) <= 2e-6
-    assert first.weight.is_contiguous()
-
-
-def test_gradients_are_zeroed_in_place_only_while_cuda_graphs_run():
-    model, keeps = torch.nn.Linear(2, 2), [False]
-    adapter = Adapter.__new__(Adapter)
-    trainer = SimpleNamespace(model_wrapped=model)
-    adapter._trainer, adapter.on_model = lambda: trainer, []
-    adapter._zero_as(type("Run", (), {"keeps_gradients": property(lambda run: keeps[0])})())
-    for keep in (False, True, False):
-        keeps[0] = keep
-        model(torch.ones(1, 2)).sum().backward()
-        model.zero_grad()
-        assert [p.grad is not None and not p.grad.any() for p in model.parameters()] == [keep, keep]
-    for held in adapter.on_model:
-        held.undo()
-    assert "zero_grad" not in vars(model)

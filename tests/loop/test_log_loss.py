@@ -11,7 +11,7 @@ import torch
 
 from plugins.errors import AccelError
 from plugins.loop import run
-from tests.loop.test_accelerated import accelerated, batches, loss_of, network
+from tests.loop.convolution import accelerated, batches, loss_of, network
 
 
 def test_losses_stand_at_their_update_in_the_report(tmp_path: Path) -> None:

@@ -4,90 +4,23 @@ from __future__ import annotations
 
 import json
 import math
-from functools import partial
-from numbers import Real
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, TensorDataset
 
 from plugins.core.autotune import background_compile, cost_model
-from plugins.core.autotune.plan_file import PLAN_NAME, Switch, write_switches
+from plugins.core.autotune.plan_file import PLAN_NAME, write_switches
 from plugins.core.plan import Plan
 from plugins.errors import AccelError
-from plugins.loop import Accelerated
-from tests.core.planned import Blocks, Clock, Net, by_name
+from tests.core.planned import BOTH_PLAN as BOTH
+from tests.core.planned import BOTH_WIN, Blocks
 from tests.core.tiny import same
+from tests.loop.planned import OF, Loop
 
-BOTH_WIN = {"host": 1.0, "bf16": 0.8, "channels_last": 0.7, "both": 0.5}
-BOTH = Plan("bf16", "channels_last")
+pytestmark = pytest.mark.usefixtures("_own_cache")
 BY_HAND = {"plan": "off", "precision": "bf16", "memory_format": "channels_last"}
-OF = 1000  # micro-batches that a run is said to have
-
-
-@pytest.fixture(autouse=True)
-def _alone(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("ACCEL_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(cost_model, "bf16_is_fast", lambda device: True)
-
-
-@pytest.fixture
-def clock(monkeypatch):
-    return Clock(monkeypatch)
-
-
-class Loop:
-    """A run of a net with BatchNorm and dropout, over a shuffled loader; a step takes as long as `seconds` says."""
-
-    def __init__(self, clock, seconds=BOTH_WIN, planned=True, model=Net, shape=(3, 8, 8), left=OF, **options):
-        torch.manual_seed(0)
-        self.clock, self.costs, self.losses = clock, by_name(**seconds), 0
-        draw = torch.Generator().manual_seed(5)
-        images, labels = torch.rand(28, *shape, generator=draw), torch.randint(2, (28,), generator=draw)
-        self.loader = DataLoader(TensorDataset(images, labels), 4, shuffle=True)  # its order is of the run's own draws
-        self.model = model()
-        self.done, self.left, self.given = 0, left, self.loss
-        settings = {"precision": "auto", "compile": "off", "ema": 0.9, **options}
-        self.accel = Accelerated(
-            self.model,
-            torch.optim.AdamW(self.model.parameters(), lr=0.01),
-            planned=planned,
-            say=lambda line: None,
-            **settings,
-        )
-
-    def loss(self, images, labels):
-        self.losses += 1
-        layout, compiled = self.accel.layout, self.accel.session.compilation.active
-        scope = "regional" if compiled else "eager"
-        self.clock.now += self.costs(Plan(layout.precision, layout.memory_format, scope))
-        return torch.nn.functional.cross_entropy(self.model(self.accel.moved(images)), labels)
-
-    def run(self, epochs=2):
-        """`epochs` of seven micro-batches."""
-        self.accel.train()
-        for _ in range(epochs):
-            for batch in self.loader:
-                self.step(*batch)
-        return self
-
-    def step(self, images, labels):
-        left = self.left - self.done if isinstance(self.left, Real) else self.left
-        self.accel.plan(partial(self.given, images, labels), left, images.shape)
-        with self.accel.forward(images):
-            loss = self.loss(images, labels)
-        self.accel.backward(loss, weight=len(images))
-        self.done += 1
-
-    @property
-    def tuner(self):
-        return self.accel.session.tuner
-
-    def state(self):
-        return self.accel.session.state_dict() | {"plan": None, "config": None, "switches": None}
 
 
 @pytest.mark.parametrize(
@@ -106,18 +39,6 @@ def test_the_fastest_plan_runs_from_a_windows_start(clock, seconds, winner):
     assert loop.accel.dtype is (torch.bfloat16 if winner.precision == "bf16" else None)
     assert [(s.update, s.plan) for s in loop.tuner.switches] == ([(4, winner)] if winner != Plan() else [])
     assert loop.accel.session.series.waiting == 0  # a trial is no waiting for data, and no step
-
-
-def test_the_run_with_the_plan_is_the_run_with_its_file(clock, tmp_path):
-    measured = Loop(clock).run()
-    assert measured.losses > 14
-    measured.accel.end(tmp_path)
-    given = Loop(clock, plan=tmp_path / PLAN_NAME).run()
-    assert given.losses == 14
-    assert given.tuner.switches == measured.tuner.switches != []
-    assert same(given.state(), measured.state())
-    given.accel.end(tmp_path / "again")
-    assert (tmp_path / PLAN_NAME).read_text() == (tmp_path / "again" / PLAN_NAME).read_text()
 
 
 @pytest.mark.parametrize("seconds", [BOTH_WIN, {}])
@@ -156,31 +77,6 @@ def test_by_rule_where_candidates_cannot_be_tried(clock, options):
     assert loop.tuner.timings == []
 
 
-@pytest.mark.parametrize("at", [5, 6, 9])
-@pytest.mark.parametrize("source", ["measured", "remembered", "file"])
-def test_a_resumed_run_equals_the_straight_one(clock, tmp_path, at, source):
-    """Saved in the middle of a window, and before one in which the file switches."""
-    options = {"accumulate": 2}
-    if source == "remembered":
-        Loop(clock, **options).run()
-    if source == "file":
-        options["plan"] = write_switches(tmp_path, Plan(), [Switch(2, BOTH), Switch(3, Plan("bf16")), Switch(5, BOTH)])
-    batches, half = list(Loop(clock).loader) * 2, tmp_path / "half.pt"
-    straight = Loop(clock, **options)
-    for done, batch in enumerate(batches):
-        if done == at:
-            straight.accel.save(half)
-        straight.step(*batch)
-    second = Loop(clock, **options)
-    second.accel.resume(half)
-    second.done = at
-    for batch in batches[at:]:
-        second.step(*batch)
-    assert second.losses == 14 - at
-    assert second.tuner.plan == straight.tuner.plan == BOTH
-    assert same(second.state(), straight.state())
-
-
 @pytest.mark.parametrize("planned", [True, False])
 def test_compile_is_measured_as_well(clock, monkeypatch, tmp_path, planned):
     monkeypatch.setattr(cost_model, "bf16_is_fast", lambda device: False)
@@ -204,24 +100,6 @@ def test_compile_is_measured_as_well(clock, monkeypatch, tmp_path, planned):
     again.run(1)
     assert again.tuner.plan.compile == "regional"
     again.accel.end()
-
-
-def test_what_the_settings_fix_holds_when_resumed(clock, tmp_path):
-    first = Loop(clock).run()
-    assert first.tuner.plan == BOTH
-    first.accel.save(tmp_path / "last.pt")
-    second = Loop(clock, plan="off", precision="fp32", memory_format="host")
-    second.accel.resume(tmp_path / "last.pt")
-    second.run(1)
-    assert second.tuner.plan == Plan("fp32")
-    assert second.accel.dtype is None
-
-
-def test_a_file_of_a_run_in_which_nothing_won_is_that_run(clock, tmp_path):
-    Loop(clock, {}).run().accel.end(tmp_path)
-    loop = Loop(clock, plan=tmp_path / PLAN_NAME).run()
-    assert loop.tuner.plan == Plan()
-    assert loop.accel.dtype is None
 
 
 def test_fp16_is_for_devices_that_scale_it(clock, tmp_path):
@@ -270,28 +148,6 @@ def test_the_report_names_the_plan(clock, tmp_path):
     speed = json.loads(Path(tmp_path / "accel_report.json").read_text())["speed"]
     assert speed["plan"] == BOTH.name
     assert [c["plan"] for c in speed["candidates"]] == ["host", "bf16 + channels_last", "channels_last", "bf16"]
-
-
-def test_the_plan_file_of_a_resumed_run_holds_what_was_switched_before(clock, tmp_path):
-    first = Loop(clock).run()
-    first.accel.save(tmp_path / "half.pt")
-    second = Loop(clock)
-    second.accel.resume(tmp_path / "half.pt")
-    second.run(1)
-    assert second.tuner.switches == first.tuner.switches == [Switch(4, BOTH)]
-
-
-def test_a_resumed_run_that_has_not_measured_learns_under_its_own_shape(clock, tmp_path):
-    early = Loop(clock)
-    for batch in list(early.loader)[:2]:
-        early.step(*batch)
-    early.accel.save(tmp_path / "early.pt")
-    findings = Loop(clock).run()
-    again = Loop(clock)
-    again.accel.resume(tmp_path / "early.pt")
-    again.run(1)
-    assert again.tuner.cached.key == findings.tuner.cached.key
-    assert again.tuner.outcome.reason == "remembered from an earlier run"
 
 
 def test_a_loss_that_cannot_be_watched_is_not_compiled(clock, monkeypatch):

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 from torch import nn
 
 from tests import reference
-from tests.ultralytics.conftest import BATCHNORM, PLAIN, Run, Spy, freeze_batchnorm, same, tensors
-
-Train = Callable[..., Run]
-
+from tests.ultralytics.conftest import BATCHNORM, PLAIN, Train, freeze_batchnorm, same
+from tests.ultralytics.spy import Spy
 
 # -- exactness ---------------------------------------------------------------------------------------------------
 
@@ -155,157 +151,6 @@ def test_multi_scale_draws_once_a_window(train: Train) -> None:
     assert len(set().union(*shapes)) > 1
     for update in run.spy.updates:
         assert update.off() <= 1e-6
-
-
-# -- settings ----------------------------------------------------------------------------------------------------
-
-
-def test_batchnorm_momentum_keeps_the_time_constant_of_an_update(train: Train) -> None:
-    seen: list[float] = []
-
-    def note(trainer: Any) -> None:
-        seen.append(next(m.momentum for m in trainer.model.modules() if isinstance(m, BATCHNORM)))
-
-    run = train(accel={"accumulate": 4, "batchnorm": "momentum"}, callbacks={"on_train_batch_end": note})
-    assert seen == [pytest.approx(1 - 0.97**0.25)] * 4
-    assert {m.momentum for m in run.trainer.model.modules() if isinstance(m, BATCHNORM)} == {0.03}  # undone
-    assert run.report["batchnorm"]["rule"] == "momentum"
-
-
-def test_batchnorm_freeze_holds_statistics_while_weights_move(train: Train) -> None:
-    before: dict[str, Any] = {}
-    run = train(
-        accel={"batchnorm": "freeze"},
-        callbacks={"on_train_start": lambda t: before.update(tensors(t.model))},
-        epochs=2,
-        val=True,
-    )
-    after = run.weights
-    moved = {n for n in after if not torch.equal(after[n], before[n])}
-    assert moved
-    assert not any("running" in n or "num_batches" in n for n in moved)
-
-
-@pytest.mark.parametrize(("batch", "rule", "warned"), [(4, "host", 1), (8, "host", 0), (4, "freeze", 0)])
-def test_one_warning_about_small_micro_batches(batch: int, rule: str, warned: int, train: Train) -> None:
-    run = train(accel={"batchnorm": rule}, batch=batch, epochs=2)
-    assert sum("under 8" in w for w in run.report["warnings"]) == warned
-    assert run.report["batchnorm"]["micro_batch_too_small"] is bool(warned)
-
-
-@pytest.mark.parametrize(("rule", "factor"), [("linear", 2.0), ("sqrt", 2**0.5)])
-def test_lr_scale_follows_the_effective_batch(rule: str, factor: float, train: Train) -> None:
-    run = train(accel={"accumulate": 8, "lr_scale": rule}, nbs=16, lr0=0.01, images=32)  # the host's own K is 4
-    assert run.spy.updates[0].rates == pytest.approx([0.01 * factor] * 3)
-
-
-def test_seed_and_memory_format(train: Train) -> None:
-    runs = [
-        train(accel={"seed": seed, "memory_format": "channels_last"}, name=f"run{i}", mosaic=1.0)
-        for i, seed in enumerate((1, 1, 2))
-    ]
-    assert same(runs[0].weights, runs[1].weights)
-    assert not same(runs[0].weights, runs[2].weights)
-    assert runs[0].report["speed"]["memory_format"] == "channels_last"
-
-
-def test_bf16_runs_the_forward_in_bf16_and_keeps_fp32_weights(train: Train) -> None:
-    seen: list[torch.dtype] = []
-
-    def monitor(trainer: Any) -> None:
-        def hook(module: nn.Module, _: Any, output: torch.Tensor) -> None:
-            if module.training:
-                seen.append(output.dtype)
-
-        trainer.model.model[0].conv.register_forward_hook(hook)
-
-    run = train(accel={"precision": "bf16", "accumulate": 2}, callbacks={"on_pretrain_routine_end": monitor})
-    assert set(seen) == {torch.bfloat16}
-    assert {p.dtype for p in run.trainer.model.parameters()} == {torch.float32}
-    assert run.report["speed"]["precision"] == "bf16"
-
-
-# -- non-finite --------------------------------------------------------------------------------------------------
-
-
-def poison(at: int) -> Callable[[Any], None]:
-    """`on_train_start`: the image of micro-batch `at` is NaN."""
-
-    def hold(trainer: Any) -> None:
-        through, count = trainer.preprocess_batch, iter(range(10**6))
-
-        def preprocess(batch: dict[str, Any]) -> dict[str, Any]:
-            found: dict[str, Any] = through(batch)
-            if next(count) == at:
-                found["img"] = found["img"] * float("nan")
-            return found
-
-        trainer.preprocess_batch = preprocess
-
-    return hold
-
-
-@pytest.mark.parametrize("at", [0, 1, 2, 5, 7])
-def test_a_nan_batch_leaves_no_trace(at: int, train: Train) -> None:
-    """Two epochs of four micro-batches, K = 2: the window of `at` is skipped, everything else goes on."""
-    states: list[tuple[dict[str, Any], dict[str, Any], int]] = []
-
-    def note(trainer: Any) -> None:
-        states.append((tensors(trainer.model), tensors(trainer.ema.ema), trainer.ema.updates))
-
-    run = train(
-        accel={"accumulate": 2},
-        epochs=2,
-        callbacks={
-            "on_train_start": lambda t: (poison(at)(t), note(t)),  # type: ignore[func-returns-value]
-            "on_train_batch_end": note,
-        },
-    )
-    window = at // 2
-    before, after = states[2 * window], states[2 * window + 2]
-    assert same(after[0], before[0])
-    assert same(after[1], before[1])
-    assert after[2] == before[2]
-    assert all(t.isfinite().all() for t in run.weights.values())
-    assert all(t.isfinite().all() for t in run.average.values())
-    facts = run.report["window"]
-    assert (facts["updates"], facts["skipped_updates"]) == (3, 1)
-    assert len(run.spy.updates) == 3
-    if window < 3:
-        assert not same(states[-1][0], after[0])  # training went on
-    assert sum("was skipped" in w for w in run.report["warnings"]) == 1
-
-
-def test_the_host_s_recovery_after_a_nan_score_goes_on_with_clean_files(
-    train: Train, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The host then copies the live model into a new average, which it pickles: nothing of ours may be in it."""
-    scores: list[float] = []
-
-    def spoil(trainer: Any) -> None:
-        if trainer.epoch == 1 and not scores:
-            scores.append(1.0)
-            through = trainer.validate
-
-            def validate() -> Any:
-                trainer.validate = through
-                metrics, _ = through()
-                return metrics, float("nan")
-
-            trainer.validate = validate
-
-    run = train(
-        accel={"accumulate": 3, "ema": 0.5},
-        epochs=3,
-        val=True,
-        callbacks={"on_train_epoch_end": spoil},
-    )
-    assert scores
-    assert run.report["window"]["dropped_micro_batches"] == 2  # 8 micro-batches by then: 3 + 3 + 2
-    saved = torch.load(run.folder / "weights" / "last.pt", weights_only=False)
-    assert (saved["model"] or saved["ema"]).__class__.__module__ == "ultralytics.nn.tasks"
-    assert "loss" not in vars(saved["model"] or saved["ema"])
-    assert run.trainer.ema.decay(1e9) == pytest.approx(0.5)
 
 
 # -- the way back -------------------------------------------------------------------------------------------------

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-from tests.ultralytics.conftest import Run, Spy, same, tensors
-
-Train = Callable[..., Run]
+from tests.ultralytics.conftest import Run, Train, same, tensors
+from tests.ultralytics.spy import Spy
 
 
 @pytest.mark.parametrize("clip", [0.1, "off", "host"])
@@ -73,13 +71,13 @@ def test_18473_four_by_four_is_one_by_sixteen(train: Train) -> None:
     assert update.off() <= 1e-6
 
 
-# 25428 (killed, disk full) and 9426 (resume): test_saving.py; 21996 (shapes): test_compiled.py; 16838: test_plug.py;
-# 1516 (export and keys of a compiled run): test_saving.py and below.
+# 25428 (killed, disk full): test_checkpointing_killed.py; 9426 (resume): test_checkpointing.py; 21996 (shapes):
+# test_compiled.py; 16838: test_plug.py; 1516 (export and keys of a compiled run): test_checkpointing.py and below.
 
 
 def test_1516_a_compiled_run_s_best_exports_in_a_process_without_the_plug(train: Train, tmp_path: Any) -> None:
     from tests.ultralytics.conftest import without_plug
-    from tests.ultralytics.test_checkpointing import ALONE
+    from tests.ultralytics.saved import ALONE
 
     run = train(accel={"compile": "on", "compile_backend": "eager", "accumulate": 2}, epochs=1)
     assert run.report["compile"]["decision"] == "whole"

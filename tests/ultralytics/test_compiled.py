@@ -11,9 +11,8 @@ import torch
 from PIL import Image
 
 from tests import reference
-from tests.ultralytics.conftest import Run
+from tests.ultralytics.conftest import Train
 
-Train = Callable[..., Run]
 EAGER = {"compile": "on", "compile_backend": "eager"}
 
 

@@ -1,15 +1,11 @@
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from torch import nn
 
 from integrations.ultralytics.ema import HostAverage
-from tests.ultralytics.conftest import Run, same
-
-Train = Callable[..., Run]
+from tests.ultralytics.conftest import Train, same
 
 
 def test_ema_decay_can_be_set_and_turned_off(train: Train) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,9 +11,8 @@ from integrations.shared.pieces import Indivisible
 from integrations.ultralytics.out_of_memory import images_of
 from tests import reference
 from tests.short import Short
-from tests.ultralytics.conftest import PLAIN, Run
+from tests.ultralytics.conftest import PLAIN, Train
 
-Train = Callable[..., Run]
 WHOLE: dict[str, Any] = {
     **PLAIN,
     "images": 32,

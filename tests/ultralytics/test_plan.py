@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +15,8 @@ from plugins.core.autotune import cost_model
 from plugins.core.autotune import timing as trial_module
 from plugins.core.autotune.plan_file import PLAN_NAME
 from plugins.core.plan import Plan, Timing
-from tests.ultralytics.conftest import Run, same
+from tests.ultralytics.conftest import Run, Train, same
 
-Train = Callable[..., Run]
 BOTH = Plan("bf16", "channels_last")
 
 

@@ -12,7 +12,8 @@ import torch
 
 from integrations.ultralytics import ranks as host_ranks
 from tests import processes
-from tests.ultralytics.conftest import off_the_big_batch, same
+from tests.ultralytics.conftest import same
+from tests.ultralytics.spy import off_the_big_batch
 from tests.ultralytics.two_ranks import KEPT
 
 IMAGES = 14  # in batches of 2 + 2, the last of 1 + 1; windows of 3 and of 1 micro-batches, for they end with an epoch

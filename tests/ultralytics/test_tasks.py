@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +10,9 @@ import torch
 import yaml
 from ultralytics.utils import ROOT as HOST_ROOT
 
-from tests.ultralytics.conftest import Run, Spy
+from tests.ultralytics.conftest import Train
+from tests.ultralytics.spy import Spy
 
-Train = Callable[..., Run]
 PLAIN_HEAD = {"accumulate": 2, "batchnorm": "freeze", "clip_norm": "off"}
 
 APPROXIMATE = {

@@ -21,7 +21,8 @@ from ultralytics.models.yolo.detect import DetectionTrainer
 from ultralytics.utils import LOCAL_RANK, RANK
 
 from plugins.yolo import attach
-from tests.ultralytics.conftest import PLAIN, Spy, freeze_batchnorm, tensors
+from tests.ultralytics.conftest import PLAIN, freeze_batchnorm, tensors
+from tests.ultralytics.spy import Spy
 
 RANKS = 2
 NOTES = "NOTES"  # in the environment: where the workers write

@@ -11,14 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from plugins.core.autotune import plan_cache
 from plugins.core.autotune.background_compile import CompileFindings
-from plugins.core.autotune.plan_cache import INDUCTOR, CacheError, PlanCache, default_folder, fingerprint
+from plugins.core.autotune.plan_cache import INDUCTOR, CacheError, PlanCache, default_folder
 from plugins.core.plan import Plan
 from tests.core.remembered import entry
-from tests.core.tiny import CPU, Mlp, Net, mlp
 
 KEY = "0" * 64
 PLAN = Plan("bf16")
@@ -230,34 +228,6 @@ def test_two_processes_share_a_folder(memory: PlanCache) -> None:
     assert said(memory) == []
     assert len(list(memory.entries())) == 3
     assert [p.name for p in memory.plans.iterdir() if p.suffix != ".json"] == []
-
-
-# -- the fingerprint ----------------------------------------------------------------------------------------------
-
-
-def test_other_work_has_another_fingerprint(monkeypatch: pytest.MonkeyPatch) -> None:
-    def of(model: Any, shape: tuple[int, ...] = (4, 3), settings: Any = ("auto",)) -> str:
-        return fingerprint(model, shape, CPU, settings)
-
-    one = of(mlp())
-    assert of(mlp(seed=1)) == one  # weights do not matter
-    frozen = mlp()
-    frozen.first.weight.requires_grad_(False)
-    others = [of(Mlp(norm=True)), of(Net()), of(mlp(dtype=torch.float64)), of(frozen), of(mlp(), (8, 3))]
-    others.append(of(mlp(), settings=("off",)))
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
-    others.append(of(mlp()))
-    monkeypatch.undo()
-    for module, name, value in (
-        (torch, "__version__", "9.9.9"),
-        (plan_cache, "SCHEMA", 99),
-        (plan_cache, "bf16_is_fast", lambda device: "another"),
-        (torch.backends.cpu, "get_cpu_capability", lambda: "another"),
-    ):
-        monkeypatch.setattr(module, name, value)
-        others.append(of(mlp()))
-        monkeypatch.undo()
-    assert len({one, *others}) == 1 + len(others)
 
 
 # -- prune ----------------------------------------------------------------------------------------

@@ -3,8 +3,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
-from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
 
 from plugins.core.compile.compiled_module import (
     CompiledModule,
@@ -21,25 +19,10 @@ from plugins.core.compile.compiled_module import (
     refuse_inside_autocast,
 )
 from plugins.core.compile.dynamic_shapes import Marker
-from plugins.core.compile.monitor import CompileMonitor
-from plugins.core.compile.scope import matching
 from plugins.core.compile.toolchain import missing_compiler
-from plugins.core.step.blocks import regions
 from plugins.core.system import versions
+from tests.core.compile.compiled import Counting, X, compiled
 from tests.core.tiny import Mlp, mlp, same, snapshot
-
-X = torch.linspace(-1, 1, 24).reshape(8, 3)
-
-
-class Counting:
-    """A backend that runs graphs as they are and counts them."""
-
-    def __init__(self) -> None:
-        self.graphs = 0
-
-    def __call__(self, graph: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
-        self.graphs += 1
-        return graph.forward
 
 
 def raising(error: BaseException) -> Callable[..., Any]:
@@ -47,17 +30,6 @@ def raising(error: BaseException) -> Callable[..., Any]:
         raise error
 
     return backend
-
-
-@contextmanager
-def compiled(module: nn.Module, **options: Any) -> Iterator[tuple[CompiledModule, list[str]]]:
-    told: list[str] = []
-    part = CompiledModule(module, **{"backend": "eager", "give_up": lambda fault: told.append(fault.reason), **options})
-    part.install()
-    try:
-        yield part, told
-    finally:
-        part.undo()
 
 
 def uncompiled(model: nn.Module) -> bool:
@@ -249,64 +221,6 @@ def test_an_interrupt_is_not_swallowed() -> None:
     assert told == []
 
 
-# -- bounded shapes ---------------------------------------------------------------------
-
-
-class Widths(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x.cumsum(1) * x.shape[1]
-
-
-class Specialises(nn.Module):
-    """Has another form at width 6: a strict mark of the width cannot hold."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x.sum(1) if x.shape[1] == 6 else x.mean(1)
-
-
-def test_a_strict_mark_is_one_graph_for_all_widths() -> None:
-    backend = Counting()
-    with compiled(Widths(), backend=backend, marker=Marker([1])) as (part, told):
-        for width in (4, 7, 5, 9, 12):
-            x = torch.randn(2, width)
-            assert torch.equal(part.module(x), Widths()(x))
-        assert part.marker.way == "strict"
-    assert backend.graphs == 1
-    assert told == []
-
-
-def test_a_mark_that_cannot_hold_becomes_a_wish(capfd: pytest.CaptureFixture[str]) -> None:
-    with compiled(Specialises(), marker=Marker([1])) as (part, told):
-        for width in (6, 4, 5, 6, 7):
-            x = torch.randn(2, width)
-            assert torch.equal(part.module(x), Specialises()(x))
-        assert part.active
-        assert part.marker.way == "maybe"
-    assert told == []
-    assert "ConstraintViolation" not in capfd.readouterr().err
-
-
-def test_where_no_mark_holds_there_is_one_static_graph_a_size() -> None:
-    refused: list[str] = []
-    graphs: list[Any] = []
-
-    def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
-        if len(refused) < 2:
-            refused.append(str(inputs))
-            raise ConstraintViolationError("specialized it to be a constant (4)")
-        graphs.append([i for i in inputs if isinstance(i, (int, torch.SymInt))])
-        return graph.forward
-
-    with compiled(Widths(), backend=backend, marker=Marker([1])) as (part, told):
-        for width in (4, 7, 4, 5, 7):
-            x = torch.randn(2, width)
-            assert torch.equal(part.module(x), Widths()(x))
-        assert part.marker.way == "static"
-        assert part.active
-    assert told == []
-    assert graphs == [[], [], []]  # three sizes, none of them symbolic
-
-
 # -- autocast ---------------------------------------------------------------------
 
 
@@ -330,80 +244,7 @@ def test_called_inside_autocast_backward_outside() -> None:
     assert all(p.grad.dtype == torch.float32 for p in model.parameters())
 
 
-# -- which modules ---------------------------------------------------------------------
-
-
-def block() -> nn.Module:
-    return nn.Sequential(nn.Linear(4, 4), nn.ReLU())
-
-
-def test_regions_are_the_repeated_blocks_and_not_what_is_inside_them() -> None:
-    model = nn.Module()
-    model.stem = nn.Sequential(nn.Linear(3, 4), nn.ReLU())
-    model.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(3))
-    model.one = nn.ModuleList([block()])
-    model.uneven = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 5)])
-    assert regions(model) == list(model.blocks)
-    assert regions(mlp()) == []
-
-
-def test_regions_are_found_in_a_module_dict_and_as_attributes_but_plain_layers_are_no_blocks() -> None:
-    class Attention(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.query, self.key, self.value = (nn.Linear(4, 4) for _ in range(3))
-
-    class Attributes(nn.Module):
-        def __init__(self, make: Callable[[], nn.Module]) -> None:
-            super().__init__()
-            self.first, self.second, self.other = make(), make(), nn.Linear(4, 2)
-
-    model = nn.Module()
-    model.named = nn.ModuleDict({name: Attention() for name in "abc"})
-    assert regions(model) == list(model.named.values())
-    assert regions(Attention()) == []
-    plain = Attributes(Attention)
-    assert regions(plain) == [plain.first, plain.second]
-    towers = Attributes(lambda: nn.Sequential(*[Attention() for _ in range(3)]))
-    assert regions(towers) == [*towers.first, *towers.second]  # the smaller blocks, not the towers
-    nested = Attributes(lambda: Attributes(Attention))
-    assert regions(nested) == [nested.first, nested.second]
-
-
-def test_identical_blocks_share_one_graph() -> None:
-    model, backend = nn.Sequential(*[block() for _ in range(12)]), Counting()
-    parts = [CompiledModule(b, backend=backend, isolate=False, limit=2) for b in regions(model)]
-    assert len(parts) == 12
-    for part in parts:
-        part.install()
-    x = torch.randn(2, 4)
-    model(x)
-    assert all(part.active for part in parts)
-    assert backend.graphs <= 2
-
-
-@pytest.mark.skipif(not versions.ISOLATION.here, reason=versions.ISOLATION.without)
-def test_twelve_different_modules_are_twelve_graphs_and_none_is_silently_eager() -> None:
-    """They share one code object, whose limit is 8 graphs."""
-    monitor, backend = CompileMonitor(), Counting()
-    monitor.start()
-    try:
-        for width in range(1, 13):
-            with compiled(nn.Linear(3, width), backend=backend) as (part, told):
-                part.module(X)
-                assert part.active
-                assert told == []
-        assert backend.graphs == monitor.graphs == 12
-        assert monitor.fell_to_eager == []
-    finally:
-        monitor.end()
-
-
-def test_names_that_match_and_those_that_are_excluded() -> None:
-    model = mlp(norm=True)
-    assert matching(model, ["first", "l*"], []) == [model.first, model.last]
-    assert matching(model, ["*s*"], ["last"]) == [model.first]
-    assert matching(model, ["no"], []) == []
+# -- gradients ---------------------------------------------------------------------
 
 
 def test_gradients_are_allocated_before_capture() -> None:

@@ -20,7 +20,7 @@ from plugins.core.checkpoint.rng_state import set_random_state
 from plugins.core.compile import cuda_graphs as cudagraphs
 from plugins.core.compile import worker as compile_worker
 from plugins.core.plan import Plan
-from tests.core.compile.test_worker import READY, fusable, run, stand_in
+from tests.core.compile.stand_ins import READY, fusable, run, stand_in
 from tests.core.planned import Blocks, Clock, Host, by_name
 from tests.core.tiny import fault, same, snapshot
 

@@ -9,35 +9,17 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
 
 from plugins.core.session import Session
 from plugins.core.step.accumulation import Window
 from plugins.core.step.ema import EMA
-from plugins.core.step.update import NonFiniteGradient, Update
+from plugins.core.step.update import Update
 from tests import processes, reference
 from tests.core import ranks
+from tests.core.step.updates import SGD, gradients_at_step, norm, poisoned, windows
 from tests.core.tiny import FORMS, Batch, Mlp, batches, feed, joined, mlp, same, session_of, snapshot
 
 BOUND = {torch.float32: 1e-6, torch.float64: 1e-12}
-SGD = partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=1e-3)
-
-
-def windows(parts: list[Batch], k: int) -> list[Batch]:
-    return [joined(parts[at : at + k]) for at in range(0, len(parts), k)]
-
-
-def gradients_at_step(optimizer: torch.optim.Optimizer) -> list[list[torch.Tensor]]:
-    """Filled with the gradients that each optimizer step sees."""
-    seen: list[list[torch.Tensor]] = []
-    optimizer.register_step_pre_hook(
-        lambda opt, *_: seen.append([p.grad.clone() for g in opt.param_groups for p in g["params"]])
-    )
-    return seen
-
-
-def norm(tensors: list[torch.Tensor]) -> float:
-    return float(torch.stack([t.double().norm() for t in tensors]).norm())
 
 
 # -- equal to the reference ---------------------------------------------------------------------
@@ -152,46 +134,6 @@ def test_gradients_may_stay_allocated() -> None:
     assert all(p.grad is g and not g.any() for p, g in zip(model.parameters(), kept, strict=True))
 
 
-# -- clipping ---------------------------------------------------------------------
-
-
-def run_for_gradients(options: dict[str, Any], host_clip: float | None) -> tuple[Session, list[list[torch.Tensor]]]:
-    model, parts = mlp(7, torch.float64), batches(7, [2, 3, 4, 1], torch.float64)
-    optimizer = SGD(model.parameters())
-    seen = gradients_at_step(optimizer)
-    session = session_of(model, optimizer, 4, options, clip_norm=host_clip)
-    for part in parts:
-        feed(session, model, part)
-    return session, seen
-
-
-def test_clip_off_leaves_gradients_untouched() -> None:
-    model, parts = mlp(7, torch.float64), batches(7, [2, 3, 4, 1], torch.float64)
-    right = reference.gradients(model, joined(parts), FORMS["mean"][0])
-    session, (seen,) = run_for_gradients({"clip_norm": "off"}, host_clip=1e-3)
-    assert reference.difference(dict(zip(right, seen, strict=True)), right) <= 1e-12
-    assert session.series.norms[0] == pytest.approx(norm(list(right.values())), rel=1e-9)
-    assert session.series.clipped == 0
-
-
-@pytest.mark.parametrize(("options", "host"), [({"clip_norm": 0.1}, None), ({}, 0.1), ({"clip_norm": 0.1}, 10.0)])
-def test_the_norm_is_measured_after_accumulation(options: dict[str, Any], host: float | None) -> None:
-    session, (seen,) = run_for_gradients(options, host)
-    _, (free,) = run_for_gradients({"clip_norm": "off"}, None)
-    assert norm(seen) == pytest.approx(0.1, rel=1e-4)
-    assert session.series.norms[0] == pytest.approx(norm(free), rel=1e-9)
-    scale = norm(seen) / norm(free)
-    assert all(torch.allclose(a, b * scale, rtol=1e-9, atol=0) for a, b in zip(seen, free, strict=True))
-    assert session.series.clipped == 1
-
-
-def test_a_gradient_under_the_norm_is_not_touched() -> None:
-    session, (seen,) = run_for_gradients({"clip_norm": 1000.0}, None)
-    _, (free,) = run_for_gradients({"clip_norm": "off"}, None)
-    assert same(seen, free)
-    assert session.series.clipped == 0
-
-
 # -- gradient scaler ---------------------------------------------------------------------
 
 
@@ -233,88 +175,6 @@ def test_a_window_without_any_gradient_does_not_break_the_scaler() -> None:
     assert session.backward_done() is not None
     assert same(snapshot(model), before)
     assert feed(session, model, batches(0, [2])[0]).stepped
-
-
-# -- not finite ---------------------------------------------------------------------
-
-
-def poisoned(parts: list[Batch], at: int, value: float = float("nan")) -> list[Batch]:
-    parts[at].x[0, 0] = value
-    return parts
-
-
-def everything(session: Session, model: nn.Module, shadow: EMA) -> Any:
-    state = session.update.optimizer.state_dict()["state"]
-    return snapshot(model), {k: dict(v) for k, v in state.items()}, shadow.updates, shadow.state_dict()["shadow"]
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-@pytest.mark.parametrize("at", [2, 3])
-def test_a_nonfinite_window_leaves_no_trace(at: int, value: float) -> None:
-    """Weights, momentum, average, its counter and BatchNorm's statistics stay bitwise what they were."""
-    model = mlp(9, norm=True)
-    parts = poisoned(batches(9, [3, 4, 3, 4, 3, 4]), at, value)
-    said: list[str] = []
-    shadow = EMA(model, 0.9)
-    session = session_of(model, SGD(model.parameters()), 2, said=said, average=shadow)
-    for part in parts[:2]:
-        feed(session, model, part)
-    kept = io.BytesIO()
-    torch.save(everything(session, model, shadow), kept)
-    kept.seek(0)
-    for part in parts[2:4]:
-        outcome = feed(session, model, part)
-    assert not outcome.stepped
-    assert same(list(everything(session, model, shadow)), list(torch.load(kept, weights_only=True)))
-    assert all(p.grad is None for p in model.parameters())
-    for part in parts[4:]:
-        outcome = feed(session, model, part)
-    assert outcome.stepped
-    facts = session.report.window
-    assert (facts.updates, facts.skipped_updates, shadow.updates) == (2, 1, 2)
-    assert sum("update 1" in line and "skipped" in line for line in said) == 1
-    assert all(bool(t.isfinite().all()) for t in snapshot(model).values())
-
-
-def test_a_run_of_skipped_updates_does_not_fill_the_report() -> None:
-    model = mlp()
-    session = session_of(model, SGD(model.parameters()), 1)
-    for _ in range(50):
-        feed(session, model, poisoned(batches(1, [2]), 0)[0])
-    assert session.report.window.skipped_updates == 50
-    assert 1 <= len(session.report.warnings) <= 10
-
-
-def test_twenty_skipped_updates_in_a_row_are_told_once() -> None:
-    model = mlp()
-    said: list[str] = []
-    session = session_of(model, SGD(model.parameters()), 1, said=said)
-    good, bad = batches(1, [2])[0], poisoned(batches(1, [2]), 0)[0]
-
-    def told() -> int:
-        return sum("20 updates in a row were skipped" in line for line in said)
-
-    for part in [bad] * 19 + [good] + [bad] * 19:
-        feed(session, model, part)
-    assert told() == 0
-    feed(session, model, bad)
-    assert told() == 1
-    for part in [bad] * 5 + [good] + [bad] * 25:
-        feed(session, model, part)
-    assert told() == 1
-
-
-def test_stop_raises_and_leaves_weights_average_and_statistics() -> None:
-    model = mlp(9, norm=True)
-    shadow = EMA(model, 0.9)
-    session = session_of(model, SGD(model.parameters()), 2, {"nonfinite": "stop"}, average=shadow)
-    before = snapshot(model)
-    parts = poisoned(batches(9, [3, 4]), 1)
-    feed(session, model, parts[0])
-    with pytest.raises(NonFiniteGradient, match="nonfinite=stop"):
-        feed(session, model, parts[1])
-    assert same(snapshot(model), before)
-    assert shadow.updates == 0
 
 
 # -- resume ---------------------------------------------------------------------
