@@ -55,7 +55,7 @@ class Adapter:
         self.entry, self.run = Held(trainer, self._copied), Held(trainer)
         self._on_accelerator = Held(trainer.accelerator)
         self.starting = Starting(trainer, self.config, tools.files.seed_everything, self._say, self.end)
-        self.on_model: list[Held] = []  # others on its config and its wrapper
+        self.on_model: list[Held] = []  # others on its config, its wrapper, its sampler
         self.losses = Losses(trainer, self.config.normalise == "exact", self._approximate)
         compiled = self.config.validate_ == "compiled"
         self.loaders = Loaders(trainer, self.config.buckets, self.config.recompile_budget, self._say, compiled)
@@ -201,6 +201,8 @@ class Adapter:
         trainer = self.trainer
         self.run.undo()
         self._on_accelerator.undo()
+        if self.windows is not None:
+            self.windows.arguments.undo()
         self.starting.arguments.undo()
         if session is not None:
             session.report.shapes.buckets = list(self.loaders.edges)
@@ -226,6 +228,7 @@ class Adapter:
         """on_epoch_begin, before the first batch is drawn, of a host whose loop has no method an epoch."""
         if not versions.RUN_EPOCH.here:
             self.loaders.set_epoch(versions.epoch_at_hand(self.trainer))
+            self.on_model += versions.hold_order(self.trainer)
 
     def _run_epoch(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         late = self._late and self._late_loader is None and "train_dataloader" in kwargs

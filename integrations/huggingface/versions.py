@@ -128,6 +128,50 @@ def hold_fetching(patches: Held, fetch: Callable[..., Any], count: Callable[...,
     patches.method("get_batch_samples", fetched_and_counted)
 
 
+class Closing(int):
+    """Micro-batches an update, that also ends a window at the host's micro-batch number `last`, counted from 1."""
+
+    last = 0
+
+    def __rmod__(self, number: int) -> int:
+        """The host ends a window where `number % self` is 0."""
+        return 0 if number == self.last else number % int(self)
+
+
+def hold_tail(trainer: Any, arguments: Held, fetched: int) -> None:
+    """Let the host end the window of the `fetched` micro-batches at hand, where it is the tail of a resumed epoch.
+
+    A host of before 4.57 counts the micro-batches of such an epoch from where it resumes, and compares them with all of
+    the epoch: the update of a partial last window would be lost. What is held on `arguments` is undone by the caller
+    before anything is saved.
+    """
+
+    def of_loop(name: str) -> int:
+        return int(caller_local(trainer, "_inner_training_loop", name) or 0)
+
+    size, skipped, last = int(trainer.args.gradient_accumulation_steps), of_loop("steps_skipped"), of_loop("step")
+    if not skipped or not 0 < fetched < size or last + 1 + fetched + skipped != of_loop("steps_in_epoch"):
+        return
+    closing = Closing(size)
+    closing.last = last + 1 + fetched
+    arguments.value("gradient_accumulation_steps", closing)
+
+
+def hold_order(trainer: Any) -> list[Held]:
+    """Let the rest of a resumed epoch have that epoch's order; returns what is held, for the caller to undo.
+
+    An older host takes a loader of its own there, which counts its epochs from 0 and tells the sampler so.
+    """
+    if not caller_local(trainer, "_inner_training_loop", "steps_trained_in_current_epoch"):
+        return []
+    loader, epoch = trainer.callback_handler.train_dataloader, epoch_at_hand(trainer)
+    owners = getattr(getattr(loader, "batch_sampler", None), "sampler", None), getattr(loader, "dataset", None)
+    held = [Held(owner) for owner in owners if hasattr(owner, "set_epoch")]
+    for one in held:
+        one.method("set_epoch", lambda original, number: original(max(number, epoch)))
+    return held
+
+
 def rotate(trainer: Any, run: Path) -> None:
     """Remove the checkpoints over the host's `save_total_limit`."""
     if not ROTATE.here:

@@ -11,9 +11,11 @@ import torch
 from torch import Tensor
 
 from integrations.contract import Outcome, Session
+from integrations.huggingface import versions
 from integrations.huggingface.loss_rules import counting
 from integrations.huggingface.loss_scaling import Losses
 from integrations.huggingface.out_of_memory import Pieces
+from integrations.huggingface.patches import Held
 from integrations.huggingface.precision_layout import Layout
 
 INPUTS = ("input_ids", "pixel_values", "input_values", "input_features", "inputs_embeds")
@@ -36,6 +38,7 @@ class Windows:
         self.outcome: Outcome | None = None
         self._left = 0  # micro-batches of the window that are still to come
         self._begun = False
+        self.arguments = Held(trainer.args)  # of one window
         self.pieces = Pieces(trainer, session, losses)
         self._recount: Callable[[], Any] = lambda: None
         session.rescue.held_by(again=lambda: self._recount(), keep=self.pieces.keep)
@@ -47,6 +50,7 @@ class Windows:
         self._begun = True
         found = original(*args, **kwargs)
         self._left = len(found[0])
+        versions.hold_tail(self.trainer, self.arguments, self._left)
         if self.keep:
             self.micro_batches = list(found[0])
         return found
@@ -134,6 +138,7 @@ class Windows:
 
     def before_step(self) -> None:
         """on_pre_optimizer_step. Without gradients the host's step moves nothing; a scaler skips by itself."""
+        self.arguments.undo()
         if self.outcome is None:  # a host that asks for the norm only where it clips
             self.outcome = self.session.prepare_update()
         if self.outcome.stepped:

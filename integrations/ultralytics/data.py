@@ -9,7 +9,7 @@ them; one that makes an iterator an epoch goes on from where its generators stoo
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -53,8 +53,8 @@ def restore(loader: Any, state: dict[str, Any], mosaic_closed: bool) -> bool:
 
     def note_reset() -> None:
         nonlocal begins_anew
-        reset()
         begins_anew = not mosaic_closed
+        reset()  # an older host makes the iterator here
 
     def first_iterator() -> Any:
         del loader.reset, loader._get_iterator
@@ -66,7 +66,12 @@ def restore(loader: Any, state: dict[str, Any], mosaic_closed: bool) -> bool:
         _pending_draw(loader)
         return iterator
 
+    def batches() -> Iterator[Any]:
+        live.iterator = live._get_iterator()
+        yield next(live.iterator)
+
     live.reset, live._get_iterator = note_reset, first_iterator
+    live.iterator = batches()  # an older host makes one with the loader, before there is anything to restore
     return True
 
 

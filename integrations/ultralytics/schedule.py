@@ -34,7 +34,7 @@ def set_weight_decay(trainer: Any, effective: int) -> None:
     """The host's rule (decay times effective batch over nbs) for the effective batch that is in force."""
     decay = trainer.args.weight_decay * effective / trainer.args.nbs
     for group in trainer.optimizer.param_groups:
-        if versions.group_name(trainer, group) in {"weight", "muon"}:
+        if versions.decays(group):
             group["weight_decay"] = decay
 
 
@@ -87,7 +87,7 @@ def warm_up(trainer: Any, update: int, an_epoch: float) -> None:
         return
     span, args = [0, updates], trainer.args
     for group in trainer.optimizer.param_groups:
-        start = args.warmup_bias_lr if versions.group_name(trainer, group) == "bias" else 0.0
+        start = args.warmup_bias_lr if versions.warms_up_as_bias(trainer, group) else 0.0
         group["lr"] = float(np.interp(update, span, [start, group["initial_lr"] * trainer.lf(trainer.epoch)]))
         if "momentum" in group:
             group["momentum"] = float(np.interp(update, span, [args.warmup_momentum, args.momentum]))

@@ -64,7 +64,9 @@ LOSS_METHOD = Symbol(
 TERM_NAMES = Symbol(
     "ultralytics.utils.loss:v8DetectionLoss.loss_names", "8.4.140", "terms are named by the criterion's class"
 )
-GROUP_NAMES = Symbol(f"{_TRAINER}.build_optimizer(muon)", "8.4.0", "parameter groups are known by their order")
+GROUP_NAMES = Symbol(
+    f"{_TRAINER}.build_optimizer(muon)", "8.4.60", "parameter groups are known by their decay and order"
+)
 DISTILLATION = Symbol("ultralytics.nn.distill_model:DistillationModel", "8.4.100", "there is nothing to refuse")
 UNWRAP = Symbol("ultralytics.utils.torch_utils:unwrap_model", "8.3.200", "de_parallel does the same")
 TABLE = (
@@ -102,7 +104,6 @@ _TERMS = {  # of criteria that do not name them, in the order of their vector
     "v8SegmentationLoss": ("box_loss", "seg_loss", "cls_loss", "dfl_loss"),
     "v8PoseLoss": ("box_loss", "pose_loss", "kobj_loss", "cls_loss", "dfl_loss"),
 }
-_GROUPS = ("bias", "weight", "bn")
 
 
 def unwrap(model: nn.Module) -> Any:
@@ -132,12 +133,16 @@ def top_of_ramp(trainer: Any, nominal: int) -> float:
     return nominal if WARMUP.here else trainer.args.nbs / trainer.batch_size
 
 
-def group_name(trainer: Any, group: dict[str, Any]) -> str:
-    """Of a parameter group: bias, weight, bn or muon."""
+def decays(group: dict[str, Any]) -> bool:
+    """Whether the host's rule for the weight decay is for this parameter group; without a name, where it decays."""
+    return group["param_group"] in {"weight", "muon"} if "param_group" in group else bool(group["weight_decay"])
+
+
+def warms_up_as_bias(trainer: Any, group: dict[str, Any]) -> bool:
+    """Whether its rate begins at `warmup_bias_lr`; a host without names does so with its first, whatever that holds."""
     if "param_group" in group:
-        return str(group["param_group"])
-    at = next((i for i, one in enumerate(trainer.optimizer.param_groups) if one is group), len(_GROUPS))
-    return _GROUPS[at] if at < len(_GROUPS) else ""
+        return bool(group["param_group"] == "bias")
+    return group is trainer.optimizer.param_groups[0]
 
 
 def term_names(criterion: Any) -> tuple[str, ...]:

@@ -38,11 +38,19 @@ def test_an_older_host_s_warm_up_is_at_least_100_micro_batches(monkeypatch: pyte
     assert versions.warmup_iterations(trainer, 10) == 0
 
 
-def test_an_older_host_s_groups_are_known_by_their_order() -> None:
-    groups = [{"lr": 1.0}, {"lr": 1.0}, {"lr": 1.0}]  # equal, but not the same
+@pytest.mark.parametrize("order", [["bias", "weight", "bn"], ["weight", "bn", "bias"]], ids=["8.3.100", "8.4.0"])
+def test_an_older_host_s_groups_are_known_by_their_decay_and_order(order: list[str]) -> None:
+    groups = [{"lr": 1.0, "weight_decay": 0.1 if name == "weight" else 0.0} for name in order]
     trainer = SimpleNamespace(optimizer=SimpleNamespace(param_groups=groups))
-    assert [versions.group_name(trainer, group) for group in groups] == ["bias", "weight", "bn"]
-    assert versions.group_name(trainer, {"param_group": "muon"}) == "muon"
+    assert [versions.decays(group) for group in groups] == [name == "weight" for name in order]
+    assert [versions.warms_up_as_bias(trainer, group) for group in groups] == [True, False, False]
+
+
+@pytest.mark.parametrize(("name", "decays"), [("weight", True), ("muon", True), ("bias", False), ("bn", False)])
+def test_groups_with_names_are_known_by_them(name: str, decays: bool) -> None:
+    group = {"param_group": name, "weight_decay": 0.0}
+    assert versions.decays(group) == decays
+    assert versions.warms_up_as_bias(SimpleNamespace(), group) == (name == "bias")
 
 
 def test_a_model_without_a_wrapper_is_itself() -> None:

@@ -72,11 +72,14 @@ def sweep(folder: Path) -> None:
 def on_cpu(state: Any) -> Any:
     """The same dicts, lists and values with every tensor on the CPU: a file that loads where this device is not.
 
-    Tensors that are one on the device (tied weights) are one on the CPU.
+    Tensors that are one on the device (tied weights) are one on the CPU. NumPy's numbers, which schedulers and hosts
+    leave as rates, become Python's: a file of plain values cannot be read with them.
     """
     moved: dict[Any, torch.Tensor] = {}
 
     def move(value: Any) -> Any:
+        if type(value).__module__ == "numpy" and getattr(value, "shape", None) == ():
+            return value.item()
         if not isinstance(value, torch.Tensor) or value.device.type == "cpu":
             return value
         place = value.untyped_storage()._cdata, value.storage_offset(), value.shape, value.stride(), value.dtype

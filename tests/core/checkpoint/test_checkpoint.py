@@ -33,6 +33,20 @@ def test_extra_state_belongs_to_one_checkpoint(file: Path) -> None:
     assert checkpoint.load_sidecar(file) is None
 
 
+def test_numbers_of_numpy_are_saved_as_python_s(file: Path) -> None:
+    """Schedulers and hosts set rates by `numpy.interp`, and a file of plain values cannot be read with them."""
+    group = {
+        "lr": numpy.float64(0.1),
+        "count": numpy.int64(3),
+        "on": numpy.bool_(True),
+        "betas": (numpy.float32(0.5), 1),
+    }
+    checkpoint.save_sidecar(file, OLD, {"optimizer": {"param_groups": [group]}})
+    found = checkpoint.load_sidecar(file)
+    assert found is not None
+    assert found["optimizer"]["param_groups"] == [{"lr": 0.1, "count": 3, "on": True, "betas": (0.5, 1)}]
+
+
 def test_a_failed_write_of_extra_state_leaves_the_one_before(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint.save_sidecar(file, OLD, {"n": 1})
     with monkeypatch.context() as patched:
