@@ -9,6 +9,7 @@ with them, once the host has built everything, a `Session`, complete from then o
     at a window's first, before forward:   plan_window
     where the session steps:               backward_done after each backward, or close at the host's own moment
     where the host steps by itself:        prepare_update before its step, finish_update after it
+    where its engine has stepped already:  engine_stepped, then finish_update
     around validation:                     validation()
     around a checkpoint:                   run_state() | state_dict() and load_state_dict(), files
     at the end, on errors too:             end

@@ -119,6 +119,14 @@ class Session(Protocol):
     def prepare_update(self) -> Outcome:
         """For a host that steps by itself: everything of an update up to the step."""
 
+    def engine_stepped(self, norm: float, stepped: bool) -> Outcome:
+        """For a host whose engine has reduced, checked, clipped and stepped by itself; `finish_update` follows.
+
+        Args:
+            norm: L2 norm of the exact gradient before clipping, over all ranks.
+            stepped: False where the engine has skipped the update.
+        """
+
     def finish_update(self, outcome: Any, averaged: bool = False) -> None:
         """The host has stepped, or has skipped its step as `outcome` says.
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from integrations.contract import HostTools, Session, WeightAverage
-from integrations.huggingface import arguments, evaluation, versions
+from integrations.huggingface import arguments, deepspeed, evaluation, versions
 from integrations.huggingface.checkpointing import Saving
 from integrations.huggingface.compiling import Generation, without_cache
 from integrations.huggingface.data import Loaders
@@ -146,6 +146,9 @@ class Adapter:
             self.on_model += without_cache(model)
             if self.config.validate_ == "compiled":
                 self._generation.hold(self.on_model[0])
+        engine = deepspeed.engine_of(trainer, self.config.clip_norm)
+        self.on_model += [engine] if engine is not None else []
+        clip_norm = engine.clip_norm if engine is not None else args.max_grad_norm or 0
         start = self.tools.start(args.device)
         self.layout.apply(start.precision, start.memory_format)
         self.session = self.losses.session = session = self.tools.new_session(
@@ -154,17 +157,18 @@ class Adapter:
             device=args.device,
             micro_batch=trainer._train_batch_size,
             size=args.gradient_accumulation_steps,
-            clip_norm=args.max_grad_norm if args.max_grad_norm and args.max_grad_norm > 0 else None,
+            clip_norm=clip_norm if clip_norm > 0 else None,
             scaler=trainer.accelerator.scaler,
             average=self.average,
             dims=(1,) if length_key(trainer.processing_class, model) == "input_ids" else (),
             takes=self._takes(model),
             uncompilable=f"{compiles}: the host compiles" if (compiles := arguments.host_compiles(trainer)) else "",
         )
-        self.windows = Windows(trainer, session, self.losses, self.layout, self.config.batchnorm == "precise")
+        precise = self.config.batchnorm == "precise"
+        self.windows = Windows(trainer, session, self.losses, self.layout, precise, engine)
         saving = Saving(trainer, session, self.average, self._averaged)
         self._install_run(saving)
-        if args.device.type != "cpu" and self.config.compile != "off":
+        if args.device.type != "cpu" and self.config.compile != "off" and engine is None:
             self._zero_as(session)
         self._facts(session)
         resumed = caller_local(trainer, "_inner_training_loop", "resume_from_checkpoint")

@@ -6,6 +6,7 @@ from typing import Any
 
 from integrations.contract import UnsupportedRun
 from integrations.huggingface import sharding
+from integrations.huggingface.deepspeed import is_deepspeed
 from integrations.huggingface.lengths import most_positions
 from integrations.huggingface.patches import Held
 from integrations.shared.batch_size import micro_batches_per_update
@@ -42,7 +43,12 @@ def refuse_contradictions(trainer: Any, config: Any) -> None:
             f"buckets={config.buckets}: {type(trainer.model).__name__} has {positions} positions; "
             f"allowed are edges of at most {positions}"
         )
-    effective_accumulation(trainer, config)
+    if effective_accumulation(trainer, config) != accumulate and is_deepspeed(trainer):
+        field = "accumulate" if config.accumulate != "host" else "effective_batch"
+        raise UnsupportedRun(
+            f"{field}={getattr(config, field)}: DeepSpeed's engine is built with the arguments' own count; set "
+            "gradient_accumulation_steps in TrainingArguments"
+        )
 
 
 def host_compiles(trainer: Any) -> str:

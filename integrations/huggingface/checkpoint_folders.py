@@ -25,6 +25,7 @@ _SAVED = (
     "optimizer.pt",
     "optimizer.bin",
     "pytorch_model_fsdp*.bin",
+    "global_step*/*.pt",
     "scheduler.pt",
     "scaler.pt",
     "rng_state*.pth",
@@ -67,6 +68,9 @@ def problems(folder: Path) -> list[str]:
     # a sharded state: its list of files is written last
     shards = [path for pattern in _SHARDED for path in folder.glob(pattern) if path.is_dir()]
     found += [f"{path.name} is not finished" for path in shards if not (path / ".metadata").is_file()]
+    # DeepSpeed's: what names the folder is written after it
+    engines = [path for path in folder.glob("global_step*") if path.is_dir()]
+    found += [f"{path.name} is not finished" for path in engines if not (folder / "latest").is_file()]
     # torch.save writes a zip file, whose directory is its last part
     saved = [path for pattern in _SAVED for path in folder.glob(pattern)]
     found += [f"{path.name} is cut off" for path in saved if not zipfile.is_zipfile(path)]

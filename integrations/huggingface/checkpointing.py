@@ -11,6 +11,7 @@ import torch
 
 from integrations.contract import RunState, Session, WeightAverage
 from integrations.huggingface import checkpoint_folders, versions
+from integrations.huggingface.deepspeed import is_deepspeed
 from integrations.huggingface.patches import Held, of_host
 from integrations.huggingface.sharding import is_sharded
 from integrations.refusal import UnsupportedRun
@@ -30,6 +31,7 @@ class Saving:
     ) -> None:
         self.trainer, self.session, self.average, self.swapped = trainer, session, average, swapped
         self.sharded = is_sharded(trainer)
+        self.engine = is_deepspeed(trainer)
 
     def save_model(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The weights that were evaluated are the ones that are saved."""
@@ -51,7 +53,8 @@ class Saving:
             scoped.value("_get_output_dir", lambda trial=None: str(temporary))
             scoped.value("_push_from_checkpoint", pushed.append)
             try:
-                with self.swapped() if self.sharded else nullcontext():  # whose weights are written a second time
+                # their engines write the weights a second time, for a resume
+                with self.swapped() if self.sharded or self.engine else nullcontext():
                     original(model, trial)
             finally:
                 scoped.undo()
@@ -94,7 +97,9 @@ class Saving:
 
     def _run_state(self) -> RunState:
         """Without what the host's own files hold: the averaged weights are the model's in them."""
-        return self.session.run_state().without("config", "model", "optimizer", "scaler", "average", "random")
+        held = ("config", "model", "optimizer", "scaler", "average", "random")
+        # an engine's optimizer holds weights of its own, of each rank others
+        return self.session.run_state().without(*held, *(("beside_model",) if self.engine else ()))
 
     def resume(self, checkpoint: Path) -> None:
         """The host has loaded what it saved; put back what it left out."""

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from integrations.huggingface.deepspeed import is_deepspeed, loss_scale
 from integrations.huggingface.loss_rules.observation import Seen
 
 NEAR = 1e-2
@@ -61,12 +62,11 @@ class Scaling:
         """From now on the backward of `loss` brings its share, in a window of K = `micro_batches`."""
         if not loss.requires_grad:
             return
-        scaler = self.trainer.accelerator.scaler
         own = self._own_step
 
         def arrives(gradient: Tensor) -> Tensor:
             plain = torch.ones_like(gradient)
-            unit = scaler.scale(plain) if scaler is not None else plain  # of a loss that nobody divided
+            unit = self._unit(plain)  # of a loss that nobody divided
             whole = (gradient / unit - 1).abs() < NEAR
             divided = (gradient / unit * micro_batches - 1).abs() < NEAR
             usual = whole | divided
@@ -81,6 +81,13 @@ class Scaling:
             return torch.where(usual, whole_share, gradient * factor)
 
         loss.register_hook(arrives)
+
+    def _unit(self, plain: Tensor) -> Tensor:
+        """What arrives at a loss that is only scaled, by whom the host lets scale."""
+        if is_deepspeed(self.trainer):
+            return plain * loss_scale(self.trainer)
+        scaler = self.trainer.accelerator.scaler
+        return plain if scaler is None else scaler.scale(plain)  # type: ignore[no-any-return]
 
 
 def own_method(method: Any, name: str) -> bool:

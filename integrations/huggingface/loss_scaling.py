@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from integrations.contract import Session
+from integrations.huggingface.deepspeed import is_deepspeed
 from integrations.huggingface.evaluation_loss import EvaluationLoss
 from integrations.huggingface.gradient_scaling import Scaling, Share, loss_of, no_terms, says_scaled
 from integrations.huggingface.loss_rules import counting, observation
@@ -246,7 +247,8 @@ class Losses:
         given = self._window.given
         changes = [self._weight(rule, counts) / (self._weight(old, counts) or 1.0) for old, counts in given]
         found = [p.grad for p in self.trainer.model.parameters() if p.grad is not None]
-        held = not found and is_sharded(self.trainer) and changes[0] != 1.0  # by FSDP, until the window's last
+        engine = is_deepspeed(self.trainer)  # which has put them elsewhere
+        held = changes[0] != 1.0 and (engine or (not found and is_sharded(self.trainer)))  # FSDP: to the window's last
         if held or max(changes) - min(changes) > 1e-6 * max(changes):
             self.approximate("the first window: its first micro-batches were weighed by another rule than its last")
             return

@@ -13,6 +13,7 @@ from typing import Any
 
 from integrations.contract import Session
 from integrations.huggingface import versions
+from integrations.huggingface.deepspeed import is_deepspeed
 from integrations.huggingface.loss_rules import counting
 from integrations.huggingface.loss_scaling import Losses
 from integrations.huggingface.patches import Held
@@ -33,8 +34,11 @@ class Pieces:
 
     @property
     def guards(self) -> bool:
-        """Whether a window may be done again; the host's own `auto_find_batch_size` begins the whole run anew."""
-        return not self.trainer.args.auto_find_batch_size
+        """Whether a window may be done again; the host's own `auto_find_batch_size` begins the whole run anew.
+
+        DeepSpeed's engine would take every piece for a micro-batch, and step at the first.
+        """
+        return not (self.trainer.args.auto_find_batch_size or is_deepspeed(self.trainer))
 
     def of(self, inputs: Any) -> list[Any]:
         """Pieces of a batch, as small as they have to be by now."""

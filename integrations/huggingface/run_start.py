@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from integrations.huggingface import arguments, checkpoint_folders
+from integrations.huggingface.deepspeed import is_deepspeed
 from integrations.huggingface.patches import Held
 
 
@@ -56,7 +57,7 @@ class Starting:
     ) -> Any:
         """The host's loop, with a batch that keeps the update's samples after running out of memory."""
         trainer = self.trainer
-        if trainer.args.auto_find_batch_size and batch_size:
+        if trainer.args.auto_find_batch_size and batch_size and not is_deepspeed(trainer):
             batch_size = self._keep_effective_batch(batch_size)
         else:
             self._apply()

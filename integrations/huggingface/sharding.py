@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from integrations.contract import UnsupportedRun
+from integrations.huggingface import deepspeed
 
 
 def is_sharded(trainer: Any) -> bool:
@@ -14,11 +15,8 @@ def is_sharded(trainer: Any) -> bool:
 
 def refuse(trainer: Any, config: Any) -> None:
     """Raise UnsupportedRun, one line, for an engine that is not served, or a setting that shards cannot have."""
-    if trainer.is_deepspeed_enabled:
-        raise UnsupportedRun(
-            "deepspeed: not supported by the plug, as its engine clips and steps by itself; allowed are one process, "
-            "several under DDP, and FSDP version 2 (fsdp=True)"
-        )
+    if deepspeed.is_deepspeed(trainer):
+        deepspeed.refuse(trainer, config)
     if trainer.is_fsdp_enabled:
         version = getattr(trainer.accelerator.state.fsdp_plugin, "fsdp_version", 1)
         if version != 2:

@@ -74,6 +74,11 @@ WORKERS = Symbol(
     "5.15",
     "workers start as the platform does it",
 )
+BOUNDARY = Symbol(
+    "accelerate.utils.deepspeed:DeepSpeedEngineWrapper.backward(sync_gradients)",
+    "1.10",
+    "DeepSpeed is refused: its engine would count micro-batches across the end of an epoch",
+)
 TABLE = (
     *(Symbol(f"{_TRAINER}.{name}") for name in _METHODS),
     *(Symbol(f"transformers.trainer_callback:TrainerCallback.{name}") for name in (*_EVENTS, "on_step_end")),
@@ -88,6 +93,8 @@ TABLE = (
     Symbol("accelerate:Accelerator.scaler"),
     Symbol("accelerate.optimizer:AcceleratedOptimizer.step_was_skipped"),
     Symbol("accelerate.optimizer:AcceleratedOptimizer._is_overflow"),
+    Symbol("accelerate.state:AcceleratorState.deepspeed_plugin"),
+    Symbol("accelerate.utils.deepspeed:HfDeepSpeedConfig.get_value"),
     Symbol("datasets:Dataset.column_names"),
     RUN_EPOCH,
     GRAD_NORM,
@@ -97,7 +104,17 @@ TABLE = (
     ROTATE,
     STRATEGY,
     WORKERS,
+    BOUNDARY,
 )
+_ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
+_ZERO = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer"
+DEEPSPEED = (
+    *(Symbol(f"{_ENGINE}.{name}") for name in ("gradient_clipping", "was_step_applied", "get_global_grad_norm")),
+    *(Symbol(f"{_ZERO}.{name}") for name in ("clip_grad", "loss_scale", "dtype")),
+    Symbol(f"{_ZERO}.compute_grad_norm", "0.19.8", "the norm is always taken"),
+    Symbol(f"{_ZERO}.check_grad_overflow", "0.19.8", "gradients are always checked"),
+)
+"""Of an engine that most installations lack: only its own test asks for these."""
 
 
 def hold_gradients(trainer: Any, patches: Held, on_accelerator: Held, norm: Callable[..., Any]) -> None:

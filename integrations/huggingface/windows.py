@@ -12,6 +12,7 @@ from torch import Tensor
 
 from integrations.contract import Outcome, Session
 from integrations.huggingface import versions
+from integrations.huggingface.deepspeed import OFF, Engine
 from integrations.huggingface.loss_rules import counting
 from integrations.huggingface.loss_scaling import Losses
 from integrations.huggingface.out_of_memory import Pieces
@@ -30,17 +31,30 @@ class Windows:
         losses: weights of the micro-batches.
         layout: precision and memory format in force.
         keep: True keeps the micro-batches of the latest window (batchnorm=precise).
+        engine: DeepSpeed's, where it steps; else None.
     """
 
-    def __init__(self, trainer: Any, session: Session, losses: Losses, layout: Layout, keep: bool) -> None:
+    def __init__(
+        self,
+        trainer: Any,
+        session: Session,
+        losses: Losses,
+        layout: Layout,
+        keep: bool,
+        engine: Engine | None = None,
+    ) -> None:
         self.trainer, self.session, self.losses, self.layout, self.keep = trainer, session, losses, layout, keep
         self.micro_batches: list[Any] = []
+        self.engine = engine
         self.outcome: Outcome | None = None
         self._left = 0  # micro-batches of the window that are still to come
         self._begun = False
         self.arguments = Held(trainer.args)  # of one window
         self.pieces = Pieces(trainer, session, losses)
         self._recount: Callable[[], Any] = lambda: None
+        if engine is not None:
+            session.measure_nothing("DeepSpeed's engine owns the gradients")
+            session.warn(OFF)
         session.rescue.held_by(again=lambda: self._recount(), keep=self.pieces.keep)
 
     def get_batch_samples(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -133,23 +147,29 @@ class Windows:
     def get_grad_norm(self, original: Callable[..., Any], model: Any, grad_norm: Any = None) -> Any:
         """The host asks for the norm once a window, after the last backward: the moment to put gradients right."""
         self.losses.end_window()
-        self.outcome = self.session.prepare_update()
+        self.outcome = self._prepared()
         return self.outcome.norm
 
     def before_step(self) -> None:
         """on_pre_optimizer_step. Without gradients the host's step moves nothing; a scaler skips by itself."""
         self.arguments.undo()
         if self.outcome is None:  # a host that asks for the norm only where it clips
-            self.outcome = self.session.prepare_update()
+            self.outcome = self._prepared()
         if self.outcome.stepped:
             return
         for number in self.losses.not_finite():
             step = self.trainer.state.global_step + 1
             self.session.warn(f"step {step}: the loss of micro-batch {number} is not finite")
-        if self.session.scaler is None:
+        if self.session.scaler is None and self.engine is None:
             for parameter in self.session.parameters():
                 parameter.grad = None
             self.trainer.optimizer._is_overflow = True  # so the host leaves its schedule alone too
+
+    def _prepared(self) -> Outcome:
+        """What the update comes to; that of an engine has happened by now, in the last backward."""
+        if self.engine is None:
+            return self.session.prepare_update()
+        return self.session.engine_stepped(self.engine.norm, self.engine.stepped)
 
     def after_step(self) -> None:
         """on_optimizer_step."""

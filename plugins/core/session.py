@@ -193,6 +193,11 @@ class Session:
         assert outcome is not None, "an update of a window that no rank has"
         return outcome
 
+    def engine_stepped(self, norm: float, stepped: bool) -> Outcome:
+        """For hosts whose engine has done all that up to its step and the step. `finish_update` follows it."""
+        with self._update_begins(held=False):
+            return self.update.engine_stepped(self.window, norm, stepped)
+
     def finish_update(self, outcome: Outcome, averaged: bool = False) -> None:
         """The host has stepped, or skipped; `averaged`: it has moved the average itself."""
         if not averaged:
@@ -201,9 +206,9 @@ class Session:
         self.window.close()
 
     @contextmanager
-    def _update_begins(self) -> Iterator[None]:
+    def _update_begins(self, held: bool = True) -> Iterator[None]:
         """nonfinite=stop ends the run: BatchNorm's statistics are those of before the bad window."""
-        self.recorder.gradients(self.model)
+        self.recorder.gradients(self.model, held)
         try:
             yield
         except NonFiniteGradient:

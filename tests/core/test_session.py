@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from plugins.core.compile.compiled_module import CompileRefused
+from plugins.core.step.update import NonFiniteGradient
 from tests.core.sessions import ON, listeners, sgd
 from tests.core.tiny import batches, feed, mlp, session_of
 
@@ -47,6 +48,42 @@ def test_a_parameter_without_gradient_is_named_once() -> None:
         feed(session, model, part)
     assert session.report.gradients.without_gradient == ["idle"]
     assert sum("idle" in line for line in said) == 1
+
+
+class Counted:
+    """An average that only counts."""
+
+    updates = 0
+
+    def update(self) -> None:
+        self.updates += 1
+
+
+def test_an_engine_that_has_stepped_tells_what_it_came_to() -> None:
+    said: list[str] = []
+    model, average = mlp(), Counted()
+    session = session_of(model, sgd(model), 2, {"clip_norm": 1.0}, said, average=average)
+    outcomes = []
+    for norm, stepped in ((0.5, True), (2.0, True), (float("inf"), False)):
+        session.micro_batch(3)
+        outcomes.append(session.engine_stepped(norm, stepped))
+        session.finish_update(outcomes[-1])
+    assert [(o.stepped, o.clipped, o.samples, o.partial) for o in outcomes] == [
+        (True, False, 3, True),
+        (True, True, 3, True),
+        (False, False, 3, True),
+    ]
+    assert (session.report.window.updates, session.report.window.skipped_updates, average.updates) == (2, 1, 2)
+    assert session.report.model == "Mlp"
+    assert session.report.gradients.without_gradient == []  # the engine has taken them away
+    assert not any("got no gradient" in line for line in said)
+
+
+def test_an_engines_skip_ends_the_run_where_it_is_to_stop() -> None:
+    session = session_of(model := mlp(), sgd(model), 1, {"nonfinite": "stop"})
+    session.micro_batch(3)
+    with pytest.raises(NonFiniteGradient, match="nonfinite=stop"):
+        session.engine_stepped(float("inf"), False)
 
 
 def test_waiting_and_validation_are_not_a_steps_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from integrations.contract import UnsupportedRun
-from integrations.huggingface import checkpoint_folders
+from integrations.huggingface import checkpoint_folders, deepspeed, versions
 from integrations.huggingface.arguments import refuse_contradictions
 from plugins import AccelConfig
 from tests import processes, reference
@@ -101,7 +101,19 @@ def test_the_launchers_config_shards_as_the_arguments_do(found):
 @pytest.mark.parametrize(
     ("engine", "options", "words"),
     [
-        ({"is_deepspeed_enabled": True}, {}, "deepspeed: not supported"),
+        ({"is_deepspeed_enabled": True, "stage": 3}, {}, "deepspeed: ZeRO 3 is not supported"),
+        ({"is_deepspeed_enabled": True, "stage": 0}, {}, "deepspeed: ZeRO 0 is not supported"),
+        ({"is_deepspeed_enabled": True}, {"memory_format": "channels_last"}, "memory_format=channels_last: "),
+        ({"is_deepspeed_enabled": True}, {"plan": "plan.json"}, "plan=plan.json: "),
+        ({"is_deepspeed_enabled": True}, {"precision": "bf16"}, "precision=bf16: "),
+        ({"is_deepspeed_enabled": True}, {"compile": "on"}, "compile=on: .*compile_scope=regional"),
+        (
+            {"is_deepspeed_enabled": True},
+            {"compile": "on", "compile_scope": "regional", "compile_mode": "reduce-overhead"},
+            "compile_mode=reduce-overhead: ",
+        ),
+        ({"is_deepspeed_enabled": True}, {"accumulate": 4}, "accumulate=4: .*gradient_accumulation_steps"),
+        ({"is_deepspeed_enabled": True}, {"effective_batch": 32}, "effective_batch=32: .*gradient_accumulation_steps"),
         ({"is_fsdp_enabled": True, "version": 1}, {}, "fsdp version 1: .*'version': 2.*fsdp_version: 2"),
         ({"is_distributed_loading_by_transformers": True}, {}, r"distributed_config: .*fsdp=True"),
         ({"parallel": "tp"}, {}, "parallelism_config: tp_size=2: not supported"),
@@ -112,6 +124,9 @@ def test_what_is_not_served_is_refused_in_one_line(engine, options, words, tmp_p
     trainer, _ = trainer_for("bert-token", tmp_path, 4, plug=False)
     plugin = SimpleNamespace(fsdp_version=engine.pop("version", 2))
     monkeypatch.setitem(trainer.accelerator.state._shared_state, "fsdp_plugin", plugin)
+    stage = engine.pop("stage", 2)
+    plugin = SimpleNamespace(hf_ds_config=SimpleNamespace(get_value=lambda name, default: stage))
+    monkeypatch.setattr(type(trainer.accelerator.state), "deepspeed_plugin", plugin)
     if kind := engine.pop("parallel", None):
         parallel = SimpleNamespace(**{f"{kind}_enabled": True, f"{kind}_size": 2})
         monkeypatch.setattr(type(trainer.accelerator), "parallelism_config", parallel, raising=False)
@@ -120,3 +135,11 @@ def test_what_is_not_served_is_refused_in_one_line(engine, options, words, tmp_p
     with pytest.raises(UnsupportedRun, match=words) as error:
         refuse_contradictions(trainer, AccelConfig(**options))
     assert "\n" not in str(error.value)
+
+
+def test_an_accelerate_whose_engine_counts_by_itself_is_refused(monkeypatch):
+    monkeypatch.setattr(versions, "BOUNDARY", SimpleNamespace(here=False))
+    plugin = SimpleNamespace(hf_ds_config=SimpleNamespace(get_value=lambda name, default: 2))
+    trainer = SimpleNamespace(accelerator=SimpleNamespace(state=SimpleNamespace(deepspeed_plugin=plugin)))
+    with pytest.raises(UnsupportedRun, match=r"accelerate.*update accelerate"):
+        deepspeed.refuse(trainer, AccelConfig())

@@ -8,7 +8,7 @@ import pytest
 
 from integrations.huggingface import versions
 from integrations.huggingface.patches import Held
-from integrations.huggingface.versions import TABLE
+from integrations.huggingface.versions import DEEPSPEED, TABLE
 from tests.symbols import named, taken
 
 NEEDED = [symbol for symbol in TABLE if not symbol.without]
@@ -22,7 +22,7 @@ def test_the_host_has_what_the_plug_cannot_do_without(symbol) -> None:
 
 def test_the_table_lists_what_the_source_takes() -> None:
     found = set(taken("huggingface", {"transformers", "accelerate", "datasets"}))
-    assert found - named(TABLE) - OF_ARGUMENTS_AND_MODEL == set()
+    assert found - named((*TABLE, *DEEPSPEED)) - OF_ARGUMENTS_AND_MODEL == set()
 
 
 def test_a_symbol_that_may_be_missing_says_since_when_and_what_is_done() -> None:

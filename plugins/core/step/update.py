@@ -10,7 +10,8 @@ Parameters that are sharded over ranks (`core.system.sharding`) have had their m
 each rank's shards, and the norm is one number over all of them, so that ranks clip and skip alike.
 
 A host that steps by itself calls the halves around its own step: `prepare_update` is the first line of these two, and
-`finish_update` the average at the end of the second.
+`finish_update` the average at the end of the second. An engine that does all but the average inside of a backward tells
+by `engine_stepped` what it came to.
 """
 
 from __future__ import annotations
@@ -138,6 +139,17 @@ class Update:
             torch.nn.utils.clip_grads_with_norm_(self.parameters(), self.clip_norm, norm)
         return outcome
 
+    def engine_stepped(self, window: Window, norm: float, stepped: bool) -> Outcome:
+        """For an engine that has reduced, checked, clipped and stepped by itself: what it came to.
+
+        Raises:
+            NonFiniteGradient: it has skipped the update, at `nonfinite=stop`.
+        """
+        if not stepped:
+            self._refuse(norm)
+        clipped = stepped and self.clip_norm is not None and norm > self.clip_norm
+        return self._outcome(window, stepped, norm, clipped)
+
     def finish_update(self, outcome: Outcome) -> None:
         """After the step: the average moves, if the update happened."""
         if outcome.stepped and self.average is not None:
@@ -166,11 +178,18 @@ class Update:
 
     def _checked(self, window: Window, norm: float) -> Outcome:
         finite = math.isfinite(norm)
-        if not finite and self.nonfinite == "stop":
-            raise NonFiniteGradient(f"gradient norm is {norm} and nonfinite=stop; weights and EMA are untouched")
+        if not finite:
+            self._refuse(norm)
         clipped = finite and self.clip_norm is not None and norm > self.clip_norm
+        return self._outcome(window, finite, norm, clipped)
+
+    def _refuse(self, norm: float) -> None:
+        if self.nonfinite == "stop":
+            raise NonFiniteGradient(f"gradient norm is {norm} and nonfinite=stop; weights and EMA are untouched")
+
+    def _outcome(self, window: Window, stepped: bool, norm: float, clipped: bool) -> Outcome:
         partial = window.micro_batches < window.expected
-        return Outcome(finite, norm, clipped, window.micro_batches, window.samples, partial)
+        return Outcome(stepped, norm, clipped, window.micro_batches, window.samples, partial)
 
     def _step(self, finite: bool) -> None:
         """A finite norm means that the scaler found no inf either; its `update` lowers the scale where it did."""

@@ -119,13 +119,18 @@ class Recorder:
         """Windows that were closed, skipped updates included: the index of the next update."""
         return self.report.window.updates + self.report.window.skipped_updates
 
-    def gradients(self, model: nn.Module) -> None:
-        """Before the first update: what is trained, and which of its parameters got no gradient."""
+    def gradients(self, model: nn.Module, held: bool = True) -> None:
+        """Before the first update: what is trained, and which of its parameters got no gradient.
+
+        Args:
+            model: the bare module.
+            held: whether parameters hold their gradients now; an engine may have taken them away.
+        """
         if self.metrics.series.seconds:
             return
         self.report.model = type(model).__name__
         self.report.parameters = sum(p.numel() for p in model.parameters() if not is_lazy(p))
-        names = [n for n, p in model.named_parameters() if p.requires_grad and p.grad is None]
+        names = [n for n, p in model.named_parameters() if held and p.requires_grad and p.grad is None]
         self.report.gradients.without_gradient = names
         if names:
             shown = ", ".join(names[:WITHOUT_GRADIENT_SHOWN]) + (" ..." if len(names) > WITHOUT_GRADIENT_SHOWN else "")
