@@ -217,6 +217,7 @@ class Adapter:
     def finish(self) -> None:
         """on_train_end: what the model holds from here on is what was evaluated and saved."""
         trainer = self.trainer
+        self.losses.lost.tell()
         best = trainer.args.load_best_model_at_end and trainer.state.best_model_checkpoint is not None
         if self.average is not None and not best:
             self.average.adopt()
