@@ -55,7 +55,7 @@ class Adapter:
         self.entry, self.run = Held(trainer, self._copied), Held(trainer)
         self._on_accelerator = Held(trainer.accelerator)
         self.starting = Starting(trainer, self.config, tools.files.seed_everything, self._say, self.end)
-        self.on_model: list[Held] = []  # others on its config and its wrapper
+        self.on_model: list[Held] = []  # others on its config, its wrapper and its optimizer
         self.losses = Losses(trainer, self.config.normalise == "exact", self._approximate)
         compiled = self.config.validate_ == "compiled"
         self.loaders = Loaders(trainer, self.config.buckets, self.config.recompile_budget, self._say, compiled)
@@ -162,6 +162,7 @@ class Adapter:
             uncompilable=f"{compiles}: the host compiles" if (compiles := arguments.host_compiles(trainer)) else "",
         )
         self.windows = Windows(trainer, session, self.losses, self.layout, self.config.batchnorm == "precise")
+        self.on_model.append(self.windows.pieces.around_step())
         saving = Saving(trainer, session, self.average, self._averaged)
         self._install_run(saving)
         if args.device.type != "cpu" and self.config.compile != "off":

@@ -205,7 +205,8 @@ class Session:
         """nonfinite=stop ends the run: BatchNorm's statistics are those of before the bad window."""
         self.recorder.gradients(self.model)
         try:
-            yield
+            with self.rescue.updating():
+                yield
         except NonFiniteGradient:
             self.statistics.restore()
             raise

@@ -11,7 +11,7 @@ from plugins.errors import AccelError
 from tests import reference
 from tests.huggingface.heads import model_for
 from tests.huggingface.runs import losses, report, trainer_for
-from tests.short import Short
+from tests.short import TOLD, Short
 
 UPDATES, K = 8, 2
 SETTINGS = {"max_grad_norm": 1.0, "max_steps": UPDATES, "lr_scheduler_type": "linear"}
@@ -116,6 +116,35 @@ def test_what_cannot_be_divided_stops_with_a_checkpoint_that_a_run_goes_on_from(
     again, _ = ran(tmp_path, micro=2, accumulate=4)
     again.train(resume_from_checkpoint=True)
     assert off(again, right()) == 0
+
+
+class TooLarge(torch.optim.SGD):
+    """Steps twice; the third time its first weight alone."""
+
+    steps = 0
+
+    def step(self, closure=None):
+        self.steps += 1
+        if self.steps == 3:
+            with torch.no_grad():
+                self.param_groups[0]["params"][0].mul_(2)
+            raise torch.OutOfMemoryError(TOLD)
+        return super().step(closure)
+
+
+@pytest.mark.filterwarnings("error:.*step.* has been overridden")
+def test_an_optimizer_s_step_that_does_not_fit_stops_in_one_line_and_saves_nothing(tmp_path):
+    model = model_with("bert-token", Short())
+    trainer, _ = trainer_for(
+        "bert-token", tmp_path, 16, model=model, options={"plan": "off", "compile": "off"},
+        extra={"optimizers": (TooLarge(model.parameters(), lr=0.05), None)}, **SETTINGS,
+    )  # fmt: skip
+    with pytest.raises(AccelError, match="in the optimizer's step of update 2; some weights may have it") as caught:
+        trainer.train()
+    assert isinstance(caught.value, torch.OutOfMemoryError)
+    assert "\n" not in str(caught.value)
+    assert not list(tmp_path.glob("checkpoint-*"))
+    assert not hasattr(trainer.optimizer.step, "ours")
 
 
 def test_a_batch_of_no_common_dimension_says_so(tmp_path):
