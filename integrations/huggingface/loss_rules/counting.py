@@ -65,6 +65,16 @@ class Counting:
             return labels.numel()
         return (labels != self.ignore).sum()
 
+    def ignoring(self, batch: Mapping[str, Any], stop: int) -> dict[str, Any] | None:
+        """The batch with no terms in its rows from `stop` on; None where a loss of this kind cannot ignore a row."""
+        names = [name for name in ("labels", "shift_labels") if isinstance(batch.get(name), Tensor)]
+        if self.kind not in ("tokens", "shifted tokens", "pixels") or not names:
+            return None
+        hidden = {name: batch[name].clone() for name in names}
+        for labels in hidden.values():
+            labels[stop:] = self.ignore
+        return {**batch, **hidden}
+
     def loses(self, batch: Mapping[str, Any]) -> Tensor | int | None:
         """Whether answers lie outside the input at one end but not at the other: they are counted by their start.
 
