@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 
@@ -41,4 +42,11 @@ class Rescue(Protocol):
 
         Raises:
             torch.OutOfMemoryError: the batch cannot be divided; its text is one line, and the window is dropped.
+        """
+
+    def updating(self) -> AbstractContextManager[None]:
+        """Inside, a host steps by itself; where memory runs out, the run stops, and its weights are not to be saved.
+
+        Raises:
+            torch.OutOfMemoryError: its text is one line, and the window is dropped.
         """

@@ -55,7 +55,7 @@ class Adapter:
         self.entry, self.run = Held(trainer, self._copied), Held(trainer)
         self._on_accelerator = Held(trainer.accelerator)
         self.starting = Starting(trainer, self.config, tools.files.seed_everything, self._say, self.end)
-        self.on_model: list[Held] = []  # others on its config, its wrapper, its sampler
+        self.on_model: list[Held] = []  # others on its config, wrapper, sampler and optimizer
         self.losses = Losses(trainer, self.config.normalise == "exact", self._approximate)
         compiled = self.config.validate_ == "compiled"
         self.loaders = Loaders(trainer, self.config.buckets, self.config.recompile_budget, self._say, compiled)
@@ -166,6 +166,7 @@ class Adapter:
         )
         precise = self.config.batchnorm == "precise"
         self.windows = Windows(trainer, session, self.losses, self.layout, precise, engine)
+        self.on_model.append(self.windows.pieces.around_step())
         saving = Saving(trainer, session, self.average, self._averaged)
         self._install_run(saving)
         if args.device.type != "cpu" and self.config.compile != "off" and engine is None:
@@ -223,6 +224,7 @@ class Adapter:
     def finish(self) -> None:
         """on_train_end: what the model holds from here on is what was evaluated and saved."""
         trainer = self.trainer
+        self.losses.lost.tell()
         best = trainer.args.load_best_model_at_end and trainer.state.best_model_checkpoint is not None
         if self.average is not None and not best:
             self.average.adopt()

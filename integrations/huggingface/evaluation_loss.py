@@ -85,20 +85,36 @@ class EvaluationLoss:
         """
         self.losses.find_rule([inputs], compute_loss)
         batch = dict(inputs) if isinstance(inputs, counting.Mapping) else {}
+        hidden = self._without_repeats(batch) if of_library(original) else None
         self._latest = None
-        loss, logits, labels = original(model, inputs, *args, **kwargs)
+        loss, logits, labels = original(model, inputs if hidden is None else hidden, *args, **kwargs)
+        if hidden is not None and isinstance(labels, Tensor) and self._trainer.label_names == ["labels"]:
+            labels = batch["labels"].to(labels.device)  # for the user's metrics, as the data has them
         if loss is not None and self.losses.weighs:
             if of_library(original) or (self._latest is not None and bool((loss == self._latest.mean()).all())):
-                loss = self._add(loss, batch, compute_loss)
+                loss = self._add(loss, batch, hidden, compute_loss)
             else:
                 self._asked, self._own = True, self._own + 1
         return loss, logits, labels
 
-    def _add(self, loss: Tensor, batch: dict[str, Any], compute_loss: Callable[..., Any]) -> Tensor:
+    def _without_repeats(self, batch: dict[str, Any]) -> dict[str, Any] | None:
+        """The last step of several ranks without what the host completes it with: samples that were seen already.
+
+        None for any other step, and for a loss that cannot ignore a row.
+        """
+        rows = counting.samples(batch)
+        valid = self._rows_of_this_rank(rows) if self.losses.weighs else rows
+        found: dict[str, Any] | None = self.losses.rule.ignoring(batch, valid) if valid < rows else None
+        return found
+
+    def _add(
+        self, loss: Tensor, batch: dict[str, Any], hidden: dict[str, Any] | None, compute_loss: Callable[..., Any]
+    ) -> Tensor:
         rule = self.losses.rule
-        rows, valid = counting.samples(batch), self._rows_of_this_rank(counting.samples(batch))
+        rows = counting.samples(batch)
+        valid = rows if hidden is not None else self._rows_of_this_rank(rows)
+        batch = batch if hidden is None else hidden
         if valid < rows:
-            # The host completes the last step of several ranks with samples that were seen already.
             if valid and (copied := invisible_copy(self._trainer.accelerator.unwrap_model(self._trainer.model))):
                 part = send_to_device(take_rows(batch, 0, valid), self._trainer.args.device)
                 with torch.no_grad(), torch.random.fork_rng(), self._trainer.accelerator.autocast():

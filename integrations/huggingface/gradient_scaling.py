@@ -28,12 +28,17 @@ class Share:
     """What a micro-batch's loss has to be multiplied by, in all.
 
     Attributes:
-        gradient: of its backward.
-        log: of the value that the host adds up for its log.
+        gradient: of its backward; 0-dim where terms were counted on a device.
+        logged: the value that the host adds up for its log, beside that.
     """
 
-    gradient: float
-    log: float
+    gradient: float | Tensor
+    logged: float | Tensor = 1.0
+
+    @property
+    def whole(self) -> bool:
+        """Whether the loss stays as it is; what lies on a device is not asked."""
+        return all(not isinstance(factor, Tensor) and factor == 1.0 for factor in (self.gradient, self.logged))
 
 
 class Scaling:
@@ -72,12 +77,10 @@ class Scaling:
             usual = whole | divided
             if own and not bool(usual.all()):
                 self.odd()
-            whole_share = unit * share.gradient
-            told = share.log / share.gradient if share.gradient else 1.0
-            factor = torch.where(
-                usual, whole_share / gradient, torch.full_like(gradient, share.gradient * micro_batches)
-            )
-            self._logged = factor.detach().reshape(-1)[0] * told
+            weight = share.gradient.to(gradient) if isinstance(share.gradient, Tensor) else share.gradient
+            whole_share = unit * weight
+            factor = torch.where(usual, whole_share / gradient, plain * (weight * micro_batches))
+            self._logged = factor.detach().reshape(-1)[0] * share.logged
             return torch.where(usual, whole_share, gradient * factor)
 
         loss.register_hook(arrives)
@@ -142,3 +145,15 @@ def no_terms(found: Any, seen: Seen) -> Any:
     logits = [v for v in values if isinstance(v, Tensor) and v.dim() and v.is_floating_point() and v.requires_grad]
     zero = sum((v.float().sum() * 0.0 for v in logits), torch.zeros((), device=loss_of(found).device))
     return (zero, *found[1:]) if isinstance(found, tuple) else zero
+
+
+def none_as_zero(found: Any, terms: Tensor) -> Any:
+    """The loss as zero, with no gradient in its backward, where it is a mean over no term at all: nothing is read.
+
+    Args:
+        found: what `compute_loss` returned.
+        terms: 0-dim.
+    """
+    loss = loss_of(found)
+    kept = torch.where(terms.to(loss.device) > 0, loss, torch.zeros_like(loss))
+    return (kept, *found[1:]) if isinstance(found, tuple) else kept

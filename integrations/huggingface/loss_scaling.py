@@ -24,16 +24,17 @@ from torch import Tensor
 from integrations.contract import Session
 from integrations.huggingface.deepspeed import is_deepspeed
 from integrations.huggingface.evaluation_loss import EvaluationLoss
-from integrations.huggingface.gradient_scaling import Scaling, Share, loss_of, no_terms, says_scaled
+from integrations.huggingface.gradient_scaling import Scaling, Share, loss_of, no_terms, none_as_zero, says_scaled
 from integrations.huggingface.loss_rules import counting, observation
-from integrations.huggingface.loss_rules.counting import SUM, Counting
-from integrations.huggingface.loss_rules.evidence import Evidence, over_ranks, ranks
+from integrations.huggingface.loss_rules.counting import SUM, Counting, at_least_one
+from integrations.huggingface.loss_rules.evidence import Evidence, over_ranks, ranks, sum_over_ranks
 from integrations.huggingface.loss_rules.find_rule import Finding, find_rule, of_the_user, own_count, tolerance
+from integrations.huggingface.loss_rules.lost_terms import LostTerms
 from integrations.huggingface.loss_rules.observation import KINDS, Rule, Seen, Way
 from integrations.huggingface.sharding import is_sharded
 
 LEFT = "weighted as the host does"
-WHOLE, NOTHING = Share(1.0, 1.0), Share(0.0, 0.0)
+NOTHING = Share(0.0)
 
 
 @dataclass
@@ -41,9 +42,10 @@ class _Window:
     """The window at hand: K, terms by kind over all ranks, and what was given to its micro-batches so far."""
 
     micro_batches: int = 0
-    totals: dict[str, float] = field(default_factory=dict)
+    totals: dict[str, float] = field(default_factory=dict)  # of a user's loss
+    total: Tensor | float = 0.0  # of a library's head
     number: float = 0.0  # the host's own count of all terms
-    counts: deque[int] = field(default_factory=deque)  # of a library's head, a micro-batch each
+    counts: deque[Tensor | int] = field(default_factory=deque)  # of a library's head, a micro-batch each
     given: list[tuple[Rule, dict[str, int | None]]] = field(default_factory=list)  # of a user's loss
     losses: list[tuple[int, Tensor]] = field(default_factory=list)  # (micro-batch from 1, loss)
     at: int = 0  # micro-batch, from 1
@@ -66,11 +68,11 @@ class Losses:
         self.scaling = Scaling(
             trainer, lambda: approximate("training_step scales the loss by a factor of its own, which stays")
         )
-        self.evaluation = EvaluationLoss(self)
+        self.evaluation, self.lost = EvaluationLoss(self), LostTerms(approximate)
         self._compute_loss: Any = None  # the trainer's own, without the plug's
         self._evidence: Evidence | None = None
         self._window = _Window()
-        self._count: int | None = None  # of the micro-batch at hand, for a library's head
+        self._count: Tensor | int | None = None  # of the micro-batch at hand, for a library's head
         self._inside = False  # of a training step
         self._windows = 0
         self._left = False  # to the host
@@ -142,18 +144,17 @@ class Losses:
 
     def _count_terms(self, original: Callable[..., Any], batches: list[Any], device: torch.device) -> Any:
         assert self.rule is not None
-        counts = self.rule.count_all(batches)
-        if any(count is None for count in counts):
+        counts = [count for batch in batches if (count := self.rule.count_there(batch)) is not None]
+        if len(counts) < len(batches):
             self._leave("a batch without labels")
             return original(batches, device)
-        for batch in batches:
-            if lost := self.rule.lost(batch):
-                self.approximate(lost)
-        self._window.counts.extend(count or 0 for count in counts)
-        total = int(over_ranks([float(sum(self._window.counts))], device)[0])
-        self._window.totals = {self.rule.kind: total}
+        self.lost.look(self.rule, batches)
+        if self._windows == 1:  # a rule is looked for, and the device waited for, in the first anyway
+            self.lost.tell()
+        self._window.counts.extend(counts)
+        self._window.total = at_least_one(sum_over_ranks(sum(counts), device))
         if self.session is not None:
-            self.session.window.announce(total, ranks())
+            self.session.window.announce(self._window.total, ranks())
         return None
 
     @contextmanager
@@ -175,9 +176,11 @@ class Losses:
             return original(model, inputs, *args, **kwargs)
         if self._count is not None and self.rule is not None:
             kwargs["num_items_in_batch"] = None
-            empty = not self._count and self.rule.kind != SUM
+            empty = not isinstance(self._count, Tensor) and not self._count and self.rule.kind != SUM
             with observation.watching(model, inputs, None) if empty else nullcontext(Seen({})) as seen:
                 found = original(model, inputs, *args, **kwargs)
+            if isinstance(self._count, Tensor):
+                found = none_as_zero(found, self._count)
             share: Share | None = None if empty else self._share_of(self.rule, self._count)
         elif self.observes and (window.micro_batches > 1 or ranks() > 1):
             with self.evaluation.watched(model, inputs, args, kwargs) as seen:
@@ -188,17 +191,16 @@ class Losses:
             return self._noted(original(model, inputs, *args, **kwargs))
         if empty:
             return self._noted(no_terms(found, seen))
-        if share is not None and (share != WHOLE or window.micro_batches > 1):
+        if share is not None and (window.micro_batches > 1 or not share.whole):
             self.scaling.correct(loss_of(found), share, window.micro_batches)
         return self._noted(found)
 
-    def _share_of(self, rule: Counting, count: int) -> Share:
+    def _share_of(self, rule: Counting, count: Tensor | int) -> Share:
         """A library's head: a mean over `count` terms, or a sum over samples, whose log is told a sample."""
         if rule.kind == SUM:
-            return Share(float(ranks()), ranks() / max(self._window.totals[SUM], 1))
+            return Share(float(ranks()), 1 / self._window.total)
         assert self.session is not None  # only a run's window has shares
-        weight = float(self.session.mean(count))
-        return Share(weight, weight)
+        return Share(self.session.mean(count))
 
     # -- a loss that the user wrote ------------------------------------------------------------------------------
 
@@ -218,12 +220,12 @@ class Losses:
         rule = self.evidence().rule(window.totals)
         if rule is None:
             as_it_is = seen.trace.used or self._says_scaled
-            return None if as_it_is else Share(1 / window.micro_batches, 1 / window.micro_batches)
+            return None if as_it_is else Share(1 / window.micro_batches)
         weight = self._weight(rule, counts)
         if window.given and window.given[-1][0] != rule:
             self._put_right(rule)
         window.given.append((rule, counts))
-        return Share(weight, weight)
+        return Share(weight)
 
     @cached_property
     def _says_scaled(self) -> bool:
@@ -282,7 +284,7 @@ class Losses:
     def _noted(self, found: Any) -> Any:
         self._window.losses.append((self._window.at, loss_of(found).detach()))
         if self.session is not None:
-            self.session.loss(loss_of(found), self._count or 1)
+            self.session.loss(loss_of(found), 1 if self._count is None else at_least_one(self._count))
         return found
 
     def not_finite(self) -> list[int]:

@@ -6,7 +6,7 @@ user's too, is then divided as in a run whose micro-batches were smaller from th
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -73,6 +73,18 @@ class Pieces:
         finally:
             on_arguments.undo()
             on_trainer.undo()
+
+    def around_step(self) -> Held:
+        """Around the optimizer's step, where memory may run out too; to be undone at the run's end."""
+
+        def step(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            with self.session.rescue.updating():
+                return original(*args, **kwargs)
+
+        held = Held(self.trainer.optimizer)
+        if self.guards:
+            held.method("step", step)
+        return held
 
     def keep(self) -> str:
         """The run cannot go on: save it as it was after its last update, by the host's own means."""

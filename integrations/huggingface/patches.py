@@ -40,6 +40,7 @@ class Held:
         def patched(*args: Any, **kwargs: Any) -> Any:
             return replacement(original, *args, **kwargs)
 
+        patched.__dict__.update(getattr(original, "__dict__", {}))  # marks, such as a scheduler's on a step
         patched.__wrapped__ = original  # type: ignore[attr-defined]  # the host inspects signatures
         patched.__dict__["ours"] = True
         patched.__name__ = name

@@ -210,7 +210,8 @@ class Session:
         """nonfinite=stop ends the run: BatchNorm's statistics are those of before the bad window."""
         self.recorder.gradients(self.model, held)
         try:
-            yield
+            with self.rescue.updating():
+                yield
         except NonFiniteGradient:
             self.statistics.restore()
             raise

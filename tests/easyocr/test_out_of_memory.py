@@ -10,7 +10,7 @@ import torch
 from plugins.easyocr import fit, training
 from plugins.errors import AccelError
 from tests import reference
-from tests.short import Short
+from tests.short import TOLD, Short
 
 SILENT = {"say": lambda line: None}
 UPDATES, K = 8, 2
@@ -57,3 +57,15 @@ def test_what_cannot_be_smaller_is_saved_where_the_window_began(tiny, monkeypatc
         ran(tiny, monkeypatch, "_short", Short(most=0, after=7))
     again = ran(tiny, monkeypatch, "_short", resume=True)
     assert reference.difference(weights(again), weights(straight)) == 0
+
+
+def test_weights_of_an_optimizer_s_step_that_does_not_fit_are_not_saved(tiny, monkeypatch):
+    def refuses(*args):
+        raise torch.OutOfMemoryError(TOLD)
+
+    saved = []
+    monkeypatch.setattr(training.Run, "_save", saved.append)
+    monkeypatch.setattr("torch.optim.Adadelta.step", refuses)
+    with pytest.raises(AccelError, match="in the optimizer's step of update 0; some weights may have it"):
+        ran(tiny, monkeypatch, "_step")
+    assert not saved

@@ -26,6 +26,7 @@ HEADS = ("bert-token", "gpt2-causal", "vit-image", "llama-causal")
 LAYERS = {"bert": "BertLayer", "gpt2": "GPT2Block", "vit": "ViTLayer", "llama": "LlamaDecoderLayer"}
 """Named, because accelerate 1.15 shards BERT's embeddings twice by itself, and torch refuses that."""
 SIZE = 12  # samples an update: 2 ranks x 2 x 3
+TAIL = 7  # of an evaluation: a whole step, and one of a single sample, which the host completes with five seen before
 SPLIT = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 3, "per_device_eval_batch_size": 3}
 CLIP = 0.5
 RESUMED = [("FULL_STATE_DICT", "off"), ("FULL_STATE_DICT", 0.9), ("SHARDED_STATE_DICT", 0.9)]
@@ -90,6 +91,7 @@ def exact(folder: Path) -> dict[str, Any]:
             "norm": next(e["grad_norm"] for e in trainer.state.log_history if "grad_norm" in e),
             "window": facts(trainer)["window"],
             "evaluation": trainer.evaluate()["eval_loss"],
+            "tail": trainer.evaluate(Rows(batch_for(head, TAIL, uneven=True)))["eval_loss"],
         }
     return found
 

@@ -11,7 +11,7 @@ from plugins.errors import AccelError
 from tests import reference
 from tests.huggingface.heads import model_for
 from tests.huggingface.runs import losses, report, trainer_for
-from tests.short import Short
+from tests.short import TOLD, Short
 
 UPDATES, K = 8, 2
 SETTINGS = {"max_grad_norm": 1.0, "max_steps": UPDATES, "lr_scheduler_type": "linear"}
@@ -25,16 +25,17 @@ class OwnLoss(Trainer):
         return F.cross_entropy(out.logits.flatten(0, -2), inputs["labels"].flatten())
 
 
-def model_with(head, short):
-    model = model_for(head)
+def model_with(head, short, dtype=torch.float32):
+    model = model_for(head).to(dtype)
     embed = model.get_input_embeddings()
     embed.register_forward_hook(lambda module, args, out: short(out))
     return model
 
 
 def ran(folder, head="bert-token", short=None, micro=4, accumulate=K, kind=Trainer, options=None, **more):
+    dtype = more.pop("dtype", torch.float32)
     trainer, spy = trainer_for(
-        head, folder, 64, model=model_with(head, short or Short()), kind=kind,
+        head, folder, 64, model=model_with(head, short or Short(), dtype), kind=kind,
         options={"plan": "off", "compile": "off", **(options or {})},
         **{**SETTINGS, "per_device_train_batch_size": micro, "gradient_accumulation_steps": accumulate, **more},
     )  # fmt: skip
@@ -77,6 +78,18 @@ def test_the_run_equals_that_with_the_smaller_micro_batch_from_the_start(update,
     assert trainer.args.gradient_accumulation_steps == K
 
 
+@pytest.mark.parametrize("update", [1, 7, 8])
+def test_the_same_with_adamw(update, right, tmp_path):
+    """In double precision: a key's bias has a gradient of rounding alone, which AdamW divides by its own size.
+
+    In single precision two runs of other micro-batches differ there by the learning rate, with and without the plug.
+    """
+    adamw = {"optim": "adamw_torch", "learning_rate": 1e-2, "dtype": torch.float64}
+    trainer, _ = ran(tmp_path, short=Short(most=2, after=(update - 1) * K + 1), **adamw)
+    trainer.train()
+    assert off(trainer, right(**adamw)) < 1e-9
+
+
 @pytest.mark.parametrize(("kind", "head"), [(Trainer, "gpt2-causal"), (OwnLoss, "bert-token")])
 def test_a_head_that_takes_the_host_s_count_and_a_user_s_loss(kind, head, right, tmp_path):
     trainer, _ = ran(tmp_path, head, Short(most=2, after=3), kind=kind, max_steps=3)
@@ -103,6 +116,35 @@ def test_what_cannot_be_divided_stops_with_a_checkpoint_that_a_run_goes_on_from(
     again, _ = ran(tmp_path, micro=2, accumulate=4)
     again.train(resume_from_checkpoint=True)
     assert off(again, right()) == 0
+
+
+class TooLarge(torch.optim.SGD):
+    """Steps twice; the third time its first weight alone."""
+
+    steps = 0
+
+    def step(self, closure=None):
+        self.steps += 1
+        if self.steps == 3:
+            with torch.no_grad():
+                self.param_groups[0]["params"][0].mul_(2)
+            raise torch.OutOfMemoryError(TOLD)
+        return super().step(closure)
+
+
+@pytest.mark.filterwarnings("error:.*step.* has been overridden")
+def test_an_optimizer_s_step_that_does_not_fit_stops_in_one_line_and_saves_nothing(tmp_path):
+    model = model_with("bert-token", Short())
+    trainer, _ = trainer_for(
+        "bert-token", tmp_path, 16, model=model, options={"plan": "off", "compile": "off"},
+        extra={"optimizers": (TooLarge(model.parameters(), lr=0.05), None)}, **SETTINGS,
+    )  # fmt: skip
+    with pytest.raises(AccelError, match="in the optimizer's step of update 2; some weights may have it") as caught:
+        trainer.train()
+    assert isinstance(caught.value, torch.OutOfMemoryError)
+    assert "\n" not in str(caught.value)
+    assert not list(tmp_path.glob("checkpoint-*"))
+    assert not hasattr(trainer.optimizer.step, "ours")
 
 
 def test_a_batch_of_no_common_dimension_says_so(tmp_path):

@@ -17,7 +17,7 @@ from tests import processes, reference
 from tests.core.tiny import same
 from tests.huggingface.heads import batch_for, model_for
 from tests.huggingface.runs import trainer_for
-from tests.huggingface.sharded_ranks import CLIP, HEADS, RESUMED, SIZE
+from tests.huggingface.sharded_ranks import CLIP, HEADS, RESUMED, SIZE, TAIL
 
 FORMS = [f"{form}-{average}" for form, average in RESUMED]
 
@@ -51,6 +51,8 @@ def test_two_ranks_are_the_big_batch_clipped_by_the_norm_of_all_shards(head, fou
     assert (ours["window"]["exact"], ours["window"]["approximate_terms"]) == (True, [])
     with torch.no_grad():
         assert ours["evaluation"] == pytest.approx(float(model.eval()(**batch).loss), rel=2e-5)
+        tail = batch_for(head, TAIL, uneven=True)
+        assert ours["tail"] == pytest.approx(float(model.eval()(**tail).loss), rel=2e-5)
 
 
 def test_an_infinite_gradient_of_one_rank_is_skipped_on_all(found):

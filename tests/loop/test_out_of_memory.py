@@ -8,11 +8,11 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from plugins.core.step.rescue import OutOfMemory
+from plugins.core.step.rescue import OutOfMemory, UpdateOutOfMemory
 from plugins.errors import AccelError
 from plugins.loop.out_of_memory import weighed
 from tests.loops import accelerated, data, off
-from tests.short import Short
+from tests.short import TOLD, Short
 
 SAMPLES, BATCH, K, UPDATES = 60, 4, 2, 8  # the last window is a micro-batch short, the last micro-batch is whole
 
@@ -192,6 +192,24 @@ def test_dropout_draws_what_it_drew_and_a_loader_s_draws_are_not_repeated():
     loop.model[1] = nn.Dropout(0.5)
     loop.run()
     assert len(set(drawn)) == len(drawn) == 15
+
+
+def test_an_optimizer_s_step_that_does_not_fit_stops_in_one_line():
+    loop = Loop()
+
+    def before(*args):
+        if loop.accel.updates == 2:
+            raise torch.OutOfMemoryError(TOLD)
+
+    loop.accel.session.optimizer.register_step_pre_hook(before)
+    with pytest.raises(
+        UpdateOutOfMemory, match="in the optimizer's step of update 2; some weights may have it"
+    ) as found:
+        loop.run()
+    assert "\n" not in str(found.value)
+    assert isinstance(found.value, AccelError)
+    assert loop.accel.session.window.empty
+    assert all(p.grad is None for p in loop.model.parameters())
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])

@@ -22,7 +22,7 @@ from tests.huggingface.runs import arguments, report
 ROWS = 7  # of one each: windows of three, and a tail of one
 SPLIT = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 3, "num_train_epochs": 2}
 FULL = {**SPLIT, "max_grad_norm": 0.5, "eval_strategy": "epoch", "learning_rate": 0.1, "optim": "adamw_torch"}
-AN_UPDATE = 2  # reads: how many terms the window's micro-batches have, and the norm, which tells what is not finite
+AN_UPDATE = 1  # read: the norm, which also tells what is not finite
 SCALE = 1024.0
 PRECISIONS = ["fp32", "bf16", "fp16"]
 
@@ -44,16 +44,20 @@ class Updates(TrainerCallback):
 
 
 def run(folder: Path, plug: bool = True, on: str = "mirror", precision: str = "fp32", **more: Any) -> tuple[Any, Any]:
-    """One run; `options` in `more` are the plug's."""
+    """One run; in `more`, `options` are the plug's and `change` is (a column, rows, what they hold instead)."""
     AcceleratorState._reset_state(reset_partial_state=True)  # it holds the device of the run before
     os.environ["ACCELERATE_TORCH_DEVICE"] = on
     options = {"plan": "off", "compile": "off", "ema": 0.9, **more.pop("options", {})}
     resume, wrong = more.pop("resume", None), more.pop("wrong", None)
-    batch = batch_for("bert-token", ROWS, uneven=True)
+    head = more.pop("head", "bert-token")
+    batch = batch_for(head, ROWS, uneven=True)
+    if change := more.pop("change", None):
+        column, rows, value = change
+        batch[column][rows] = value
     half = {"bf16": True} if precision == "bf16" else {}
     updates = Updates()
     trainer = Trainer(
-        model=model_for("bert-token"),
+        model=model_for(head),
         args=arguments(folder, **{**FULL, "use_cpu": on == "cpu", **half, **more}),
         train_dataset=Rows(batch),
         eval_dataset=Rows(batch),
@@ -94,16 +98,31 @@ def test_run_equals_the_cpu_s(precision: str, tmp_path: Path) -> None:
     assert (facts["window"]["updates"], facts["window"]["partial_windows"]) == (6, 2)
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-def test_no_read_of_our_own_a_micro_batch(precision: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("precision", "head"), [*((p, "bert-token") for p in PRECISIONS), ("fp32", "bert-question")])
+def test_no_read_of_our_own_a_micro_batch_and_one_an_update(precision: str, head: str, tmp_path: Path) -> None:
     quiet = {"logging_strategy": "no", "eval_strategy": "no"}  # a log reads the loss
     with_plug, alone = (
-        run(tmp_path / str(plug), plug, precision=precision, **quiet)[1].reads for plug in (True, False)
+        run(tmp_path / str(plug), plug, precision=precision, head=head, **quiet)[1].reads for plug in (True, False)
     )
     ours, hosts = ([b - a for a, b in pairwise(reads)] for reads in (with_plug, alone))
     more = [mine - theirs for mine, theirs in zip(ours, hosts, strict=True)]
     assert len(more) == 5  # windows of one micro-batch and of three: it is not one a micro-batch
     assert all(reads <= AN_UPDATE for reads in more), (ours, hosts)
+
+
+def test_micro_batch_window_and_tail_of_no_labels_that_count_add_nothing(tmp_path: Path) -> None:
+    none = ("labels", [1, 3, 4, 5, 6], -100)
+    ours, theirs = (run(tmp_path / on, on=on, change=none, optim="sgd")[0] for on in ("mirror", "cpu"))
+    found, wanted = weights(ours), weights(theirs)
+    assert max(float((found[n] - wanted[n]).abs().max()) for n in wanted) <= 1e-6
+    logged = ([e["loss"] for e in trainer.state.log_history if "loss" in e] for trainer in (ours, theirs))
+    assert next(logged) == pytest.approx(next(logged), rel=1e-5)
+    assert report(tmp_path / "mirror")["window"]["skipped_updates"] == 0
+
+
+def test_answers_outside_the_input_at_one_end_are_told_of_at_the_run_s_end(tmp_path: Path) -> None:
+    run(tmp_path, head="bert-question", change=("end_positions", [4], 1000), eval_strategy="no", max_steps=2)
+    assert any("answers outside the input" in term for term in report(tmp_path)["window"]["approximate_terms"])
 
 
 class Infinite(TrainerCallback):

@@ -40,14 +40,12 @@ class Counting:
 
     def count(self, batch: Mapping[str, Any]) -> int | None:
         """Terms of one batch; None where the batch has no labels that can be counted."""
-        return self.count_all([batch])[0]
+        found = self._terms(batch)
+        return int(found) if isinstance(found, Tensor) else found
 
-    def count_all(self, batches: Sequence[Mapping[str, Any]]) -> list[int | None]:
-        """Terms of each batch, in one read from the device that the labels lie on."""
-        found = [self._terms(batch) for batch in batches]
-        there = [n for n in found if isinstance(n, Tensor)]
-        read = iter(torch.stack(there).tolist() if there else ())
-        return [next(read) if isinstance(n, Tensor) else n for n in found]
+    def count_there(self, batch: Mapping[str, Any]) -> Tensor | int | None:
+        """As `count`; of labels on a device a 0-dim tensor there, which the host does not wait for."""
+        return here(self._terms(batch))
 
     def _terms(self, batch: Mapping[str, Any]) -> Tensor | int | None:
         """Of one batch, where its labels are."""
@@ -67,16 +65,23 @@ class Counting:
             return labels.numel()
         return (labels != self.ignore).sum()
 
-    def lost(self, batch: Mapping[str, Any]) -> str | None:
-        """A term that is inexact for this batch only: answers outside the input at one end but not at the other."""
-        if self.kind == "positions":
-            found = _positions(batch)
-            return (
-                None
-                if found is None or bool(found[0] == found[1])
-                else "question answering: answers outside the input, counted by their start"
-            )
-        return None
+    def ignoring(self, batch: Mapping[str, Any], stop: int) -> dict[str, Any] | None:
+        """The batch with no terms in its rows from `stop` on; None where a loss of this kind cannot ignore a row."""
+        names = [name for name in ("labels", "shift_labels") if isinstance(batch.get(name), Tensor)]
+        if self.kind not in ("tokens", "shifted tokens", "pixels") or not names:
+            return None
+        hidden = {name: batch[name].clone() for name in names}
+        for labels in hidden.values():
+            labels[stop:] = self.ignore
+        return {**batch, **hidden}
+
+    def loses(self, batch: Mapping[str, Any]) -> Tensor | int | None:
+        """Whether answers lie outside the input at one end but not at the other: they are counted by their start.
+
+        Of labels on a device a 0-dim tensor there.
+        """
+        found = _positions(batch) if self.kind == "positions" else None
+        return None if found is None else here(found[0] != found[1])
 
 
 def for_model(model: Any, batch: Mapping[str, Any] | None = None, smoothing: bool = False) -> Counting | None:
@@ -129,6 +134,16 @@ def candidates(batch: Mapping[str, Any]) -> Sequence[Counting]:
         found = [Counting(kind) for kind in ("tokens", "shifted tokens", "samples", "values", SUM)]
         return [*found, Counting("pixels", ignore=255)] if batch["labels"].dim() > 2 else found
     return [Counting("samples"), Counting(SUM)]
+
+
+def here(number: Tensor | int | None) -> Tensor | int | None:
+    """A 0-dim tensor on the CPU as the number that it holds; one on a device as it is."""
+    return int(number) if isinstance(number, Tensor) and number.device.type == "cpu" else number
+
+
+def at_least_one(number: Tensor | float) -> Tensor | float:
+    """`max(number, 1)`, where it is."""
+    return number.clamp(min=1) if isinstance(number, Tensor) else max(number, 1)
 
 
 def samples(batch: Mapping[str, Any]) -> int:

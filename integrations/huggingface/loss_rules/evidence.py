@@ -60,6 +60,15 @@ def ranks() -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
+def sum_over_ranks(value: Tensor | float, device: torch.device) -> Tensor | float:
+    """The sum of this number over all ranks; a 0-dim tensor where they meet on a device, which nothing waits for."""
+    if ranks() == 1:
+        return value
+    total = torch.as_tensor(value, dtype=torch.float64, device=device)
+    dist.all_reduce(total)
+    return float(total) if device.type == "cpu" else total
+
+
 def over_ranks(values: list[float], device: torch.device) -> list[float]:
     """The sums of these numbers over all ranks; NaN where a rank has none."""
     if ranks() == 1:

@@ -127,7 +127,7 @@ class Window:
         Weights are then final, `n * ranks / total` (ranks: the reduction over ranks averages), so that losses add
         up to the true mean and gradients need no rescaling at the close. One group only.
         """
-        self._announced = total / ranks
+        self._announced = _double(total) / ranks
 
     def weigh(self, terms: Mapping[str, Term]) -> dict[str, Scalar]:
         """Return what to multiply the micro-batch's loss by, a group each."""

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -28,6 +29,10 @@ T = TypeVar("T")
 
 class OutOfMemory(AccelError, torch.OutOfMemoryError):
     """Memory does not suffice, and the micro-batch cannot be made smaller. The weights are the last update's."""
+
+
+class UpdateOutOfMemory(AccelError, torch.OutOfMemoryError):
+    """Memory does not suffice for an update. Weights and the optimizer's state may be half an update ahead."""
 
 
 class Run(Protocol):
@@ -199,6 +204,34 @@ class Rescue:
             f"({why}); the weights are those of the update before{kept and f', {kept}'}. Use precision=bf16, a smaller "
             "input, or a smaller batch with accumulate as much larger"
         )
+
+    # -- the update ----------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def updating(self) -> Iterator[None]:
+        """An update, or a part of it, runs inside. Smaller micro-batches do not help there: activations are gone.
+
+        Nothing is saved: an optimizer changes its state first and the weights after it, some before others.
+
+        Raises:
+            UpdateOutOfMemory: memory ran out; the window is dropped.
+        """
+        try:
+            yield
+        except Exception as error:
+            if isinstance(error, UpdateOutOfMemory) or not memory.is_out_of_memory(error):
+                raise
+            memory.let_go(error)
+            self.run.clear_gradients()
+            self.forget()
+            self.run.drop()
+            gc.collect()
+            devices.empty_cache(self.device)
+            raise UpdateOutOfMemory(
+                f"out of memory in the optimizer's step of update {self.run.updates}; some weights may have it and "
+                "others not: begin again, or go on from the last checkpoint. A smaller batch does not help: use an "
+                "optimizer with a smaller state (8-bit, Adafactor), foreach=False, or train fewer parameters"
+            ) from None
 
     # -- sizes ---------------------------------------------------------------------------------------------------
 
