@@ -20,7 +20,7 @@ import torch
 from integrations.contract import HostTools, Session, WeightAverage
 from integrations.huggingface import arguments, deepspeed, evaluation, versions
 from integrations.huggingface.checkpointing import Saving
-from integrations.huggingface.compiling import Generation, without_cache
+from integrations.huggingface.compiling import Generation, in_place_zeros, without_cache
 from integrations.huggingface.data import Loaders
 from integrations.huggingface.evaluation_memory import KeptPredictions
 from integrations.huggingface.frames import caller_local
@@ -170,20 +170,11 @@ class Adapter:
         saving = Saving(trainer, session, self.average, self._averaged)
         self._install_run(saving)
         if args.device.type != "cpu" and self.config.compile != "off" and engine is None:
-            self._zero_as(session)
+            self.on_model.append(in_place_zeros(trainer.model_wrapped, session))
         self._facts(session)
         resumed = caller_local(trainer, "_inner_training_loop", "resume_from_checkpoint")
         if resumed:
             saving.resume(Path(resumed))
-
-    def _zero_as(self, session: Session) -> None:
-        """The host drops gradients after every step; while CUDA graphs run they are zeroed in place instead."""
-
-        def zero_grad(original: Callable[..., Any], set_to_none: bool = True) -> None:
-            original(set_to_none and not session.keeps_gradients)
-
-        self.on_model.append(Held(self.trainer.model_wrapped))
-        self.on_model[-1].method("zero_grad", zero_grad)
 
     def _takes(self, model: Any) -> Callable[[Any], bool]:
         """Which calls are compiled: training's, and evaluation's at validate=compiled; never those of `generate`."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from integrations.contract import Session
 from integrations.huggingface.patches import Held
 
 
@@ -20,6 +21,21 @@ def without_cache(model: Any) -> list[Held]:
     held = Held(config)
     held.value("use_cache", False, hidden=False)
     return [held]
+
+
+def in_place_zeros(model: Any, session: Session) -> Held:
+    """The host drops gradients after every step; while CUDA graphs run they are zeroed in place instead.
+
+    Args:
+        model: whose `zero_grad` the host calls.
+        session: of the run.
+
+    Returns:
+        What was put on it, to be undone.
+    """
+    held = Held(model)
+    held.method("zero_grad", lambda original, set_to_none=True: original(set_to_none and not session.keeps_gradients))
+    return held
 
 
 class Generation:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
-from integrations.huggingface.adapter import Adapter
+from integrations.huggingface.compiling import in_place_zeros
 from tests import reference
 from tests.huggingface.heads import batch_for, model_for
 from tests.huggingface.runs import report, trainer_for
@@ -82,15 +80,11 @@ def test_channels_last_from_the_settings(tmp_path):
 
 def test_gradients_are_zeroed_in_place_only_while_cuda_graphs_run():
     model, keeps = torch.nn.Linear(2, 2), [False]
-    adapter = Adapter.__new__(Adapter)
-    trainer = SimpleNamespace(model_wrapped=model)
-    adapter._trainer, adapter.on_model = lambda: trainer, []
-    adapter._zero_as(type("Run", (), {"keeps_gradients": property(lambda run: keeps[0])})())
+    held = in_place_zeros(model, type("Run", (), {"keeps_gradients": property(lambda run: keeps[0])})())
     for keep in (False, True, False):
         keeps[0] = keep
         model(torch.ones(1, 2)).sum().backward()
         model.zero_grad()
         assert [p.grad is not None and not p.grad.any() for p in model.parameters()] == [keep, keep]
-    for held in adapter.on_model:
-        held.undo()
+    held.undo()
     assert "zero_grad" not in vars(model)
