@@ -382,7 +382,6 @@ def test_identical_blocks_share_one_graph() -> None:
     assert backend.graphs <= 2
 
 
-@pytest.mark.skipif(not versions.ISOLATION.here, reason=versions.ISOLATION.without)
 def test_twelve_different_modules_are_twelve_graphs_and_none_is_silently_eager() -> None:
     """They share one code object, whose limit is 8 graphs."""
     monitor, backend = CompileMonitor(), Counting()
