@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from integrations.easyocr.augment import Augment
+from integrations.easyocr.augment import Augment, Noise
 from integrations.easyocr.bucketing import Batch, WidthBatches
 from integrations.easyocr.data import Skipped, read_folder
 from integrations.easyocr.labels import converter
@@ -57,6 +57,17 @@ def test_padding_and_infeasible_labels_are_counted(lines):
     assert batch.images.shape == (2, 1, 32, 240)
     assert batch.padding == 2 * 240 - widths[0] - widths[1]
     assert batch.infeasible == 0
+
+
+def test_noise_is_of_its_width_and_stays_in_range():
+    torch.manual_seed(0)
+    grey = torch.full((1, 64, 256), 128, dtype=torch.uint8)
+    noisy = Noise(0.04)(grey)
+    assert noisy.dtype == torch.uint8
+    assert float((noisy.float() - 128).std()) == pytest.approx(0.04 * 255, rel=0.05)
+    assert abs(float((noisy.float() - 128).mean())) < 0.5
+    white = Noise(0.04)(torch.full_like(grey, 255))
+    assert int(white.min()) > 180  # nothing wraps around
 
 
 def test_augmentation_changes_pictures_and_keeps_their_form():

@@ -91,7 +91,7 @@ def compiled(function: Callable[..., Any], limit: int, isolate: bool, **argument
         arguments["recompile_limit"] = limit
     if ISOLATION.here:
         arguments["isolate_recompiles"] = isolate
-    found: Callable[..., Any] = torch.compile(_traced(function), **arguments)
+    found: Callable[..., Any] = torch.compile(_traced(function, isolate), **arguments)
     if RECOMPILE_LIMIT.here:
         return found
 
@@ -102,11 +102,16 @@ def compiled(function: Callable[..., Any], limit: int, isolate: bool, **argument
     return limited
 
 
-def _traced(function: Callable[..., Any]) -> Callable[..., Any]:
+def _traced(function: Callable[..., Any], isolate: bool) -> Callable[..., Any]:
     """A module's call that torch traces: an older one skips frames of its own layers, and would run them eagerly."""
     module = getattr(function, "__self__", None)
     skipped = isinstance(module, torch.nn.Module) and trace_rules.check(module.forward)
-    return wrap_inline(function) if skipped and not ISOLATION.here else function
+    if not skipped or ISOLATION.here:
+        return function
+    found: Any = wrap_inline(function)
+    if isolate:  # graphs are counted by code, which all such wrappers share
+        found.__code__ = found.__code__.replace()
+    return found  # type: ignore[no-any-return]
 
 
 def backward_settings() -> AbstractContextManager[Any]:

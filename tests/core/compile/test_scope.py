@@ -2,7 +2,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import pytest
 import torch
 from torch import nn
 
@@ -10,7 +9,6 @@ from plugins.core.compile.compiled_module import CompiledModule
 from plugins.core.compile.monitor import CompileMonitor
 from plugins.core.compile.scope import matching
 from plugins.core.step.blocks import regions
-from plugins.core.system import versions
 from tests.core.compile.compiled import Counting, X, compiled
 from tests.core.tiny import mlp
 
@@ -64,7 +62,6 @@ def test_identical_blocks_share_one_graph() -> None:
     assert backend.graphs <= 2
 
 
-@pytest.mark.skipif(not versions.ISOLATION.here, reason=versions.ISOLATION.without)
 def test_twelve_different_modules_are_twelve_graphs_and_none_is_silently_eager() -> None:
     """They share one code object, whose limit is 8 graphs."""
     monitor, backend = CompileMonitor(), Counting()
