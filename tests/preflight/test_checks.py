@@ -156,7 +156,7 @@ def test_state_that_no_checkpoint_holds_is_seen_by_the_resume(job: Build) -> Non
     step = "accel.training_step(lambda b: loss_of(b) * model[0].scale.sum(), batch)"
     trials = job(before=hidden, step=f"model[0].scale.mul_(0.9); {step}")
     of(repeating.resume(trials), Verdict.FAIL, "apart in 3 updates", "register_buffer")
-    of(repeating.resume(job(before=hidden, step=step)), Verdict.PASS, "equal in 3 updates")  # built anew, it is the same
+    of(repeating.resume(job(before=hidden, step=step)), Verdict.PASS, "equal in 3 updates")  # as built anew
 
 
 def test_batchnorm_on_tiny_micro_batches_fails_and_small_ones_warn(job: Build) -> None:
