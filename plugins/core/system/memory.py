@@ -137,10 +137,21 @@ def _groups() -> Iterator[tuple[Path, str, str, str]]:
                     yield (_MOUNT / folder / group, *files)  # type: ignore[misc]
 
 
-def room_for_worker(device: torch.device) -> bool:
-    """Whether a second process that runs one step of this model fits beside this one."""
+def room_for_worker(device: torch.device, part: int = 1) -> bool:
+    """Whether a second process fits beside this one, which runs one step of this model on a `part`th of the batch."""
+    return free_gib(device) > _peak_gib(device) / part + CONTEXT_GIB
+
+
+def room_for_twice(device: torch.device) -> bool:
+    """Whether this process could come to twice the memory that it had at its peak."""
+    peak = _peak_gib(device)
+    return free_beyond_gib(device, peak) > peak
+
+
+def _peak_gib(device: torch.device) -> float:
+    """Of the allocator, where the device keeps one; else what is in use now."""
     peak = devices.peak(device)
-    return free_gib(device) > (in_use_gib(device) if peak is None else peak / GIB) + CONTEXT_GIB
+    return in_use_gib(device) if peak is None else peak / GIB
 
 
 def free_beyond_gib(device: torch.device, peak_gib: float) -> float:
