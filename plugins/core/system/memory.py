@@ -19,18 +19,10 @@ import psutil
 import torch
 
 from plugins.core.system import devices
+from plugins.core.system.shortage import GIB, says_short
 
-GIB = 1024**3
 CONTEXT_GIB = 0.8  # of a second process on the same device: torch, its compiler, a CUDA context
 CUDA_GRAPHS = 0.10  # of the peak: what a pool of CUDA graphs takes on top (5 to 10 % seen)
-# Of errors that are no `torch.OutOfMemoryError`: the CPU's allocator, cuBLAS, MPS, older releases and other devices.
-SHORT = (
-    "out of memory",
-    "can't allocate memory",
-    "not enough memory",
-    "status_alloc_failed",
-    "devmem allocation failed",
-)
 _CLEAR = Path("/proc/self/clear_refs")
 _STATUS = Path("/proc/self/status")
 _GROUPS = Path("/proc/self/cgroup")
@@ -177,7 +169,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Whether memory did not suffice, of an accelerator or of this machine."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
-    return isinstance(error, RuntimeError) and any(text in str(error).lower() for text in SHORT)
+    return isinstance(error, RuntimeError) and says_short(str(error))
 
 
 def let_go(error: BaseException) -> None:
