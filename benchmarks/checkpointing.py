@@ -4,9 +4,10 @@
     python benchmarks/checkpointing.py --what yolo        # one of them
 
 Memory: a process each, in turn, the peak of its resident memory less what it held before its first step (on CUDA the
-allocator's). Steps: one process, a few steps of each in turn, so that a drift of the machine's speed meets both
-alike; the median step, by the clock and by CPU time, which other work on the machine disturbs less. Weights and
-batches are the same; the last loss shows it.
+allocator's). glibc keeps much of what a step frees, and not the same from run to run; with `--returned` it goes back to
+the system at once, so that what is in use counts alone. Steps: one process, a few steps of each in turn, so that a
+drift of the machine's speed meets both alike; the median step, by the clock and by CPU time, which other work on the
+machine disturbs less. Weights and batches are the same; the last loss shows it.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ from plugins.loop import Accelerated  # noqa: E402
 
 OFF, ON = "off", "on"
 WARM_UP = 2  # steps that are not timed: the first window chooses the blocks
+RETURNED = 2**18  # bytes, from which on glibc gives a freed block back at once
 TURN = 2  # steps of one before the other's turn
 SETTINGS: dict[str, Any] = {"compile": "off", "plan": "off", "precision": "host", "memory_format": "host"}
 Step = Callable[[], float]
@@ -122,10 +124,11 @@ def contender(job: str, checkpointing: str) -> tuple[Accelerated, Step]:
     return accel, step
 
 
-def peak(job: str, checkpointing: str, count: int) -> dict[str, Any]:
+def peak(job: str, checkpointing: str, count: int, returned: bool) -> dict[str, Any]:
     """GiB of training, and of the whole process, in a process of its own."""
     line = [sys.executable, __file__, "--what", job, "--peak", checkpointing, "--steps", str(count)]
-    done = subprocess.run(line, capture_output=True, text=True, check=True)
+    own = {"MALLOC_MMAP_THRESHOLD_": str(RETURNED)} if returned else {}
+    done = subprocess.run(line, capture_output=True, text=True, check=True, env={**os.environ, **own})
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
@@ -167,6 +170,7 @@ def main() -> int:
     parser.add_argument("--figure", choices=("both", "memory", "step"), default="both")
     parser.add_argument("--steps", type=int, default=10, help="timed steps of each")
     parser.add_argument("--repeats", type=int, default=3, help="processes of each for memory; the median is shown")
+    parser.add_argument("--returned", action="store_true", help="memory: freed blocks go back to the system at once")
     parser.add_argument("--peak", choices=(OFF, ON), help=argparse.SUPPRESS)
     given = parser.parse_args()
     logging.getLogger("ultralytics").setLevel(logging.ERROR)
@@ -179,7 +183,7 @@ def main() -> int:
             found: dict[str, list[dict[str, Any]]] = {name: [] for name in (OFF, ON)}
             for _ in range(given.repeats):
                 for name in found:
-                    found[name].append(peak(job, name, WARM_UP + 2))
+                    found[name].append(peak(job, name, WARM_UP + 2, given.returned))
             for figure, what, wanted in (
                 ("training", "peak memory of training", "<= 0.60"), ("whole", "of the process", "")
             ):  # fmt: skip

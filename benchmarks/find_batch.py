@@ -3,8 +3,9 @@
 python benchmarks/find_batch.py [yolo hf easyocr] [--over 1.5]
 
 For each demo a limit is set, a factor above the peak of micro-batch 2. From the search's answer on, a bisection
-without any forecast or margin looks for the largest micro-batch whose trial stays within the limit. A row a demo: the
-answer, the true limit, their ratio, and how many trials each took.
+without any forecast or margin looks for the largest micro-batch whose trial stays within the limit. It begins with what
+went over in the search, measured again: batches differ in their lengths, so that a larger one may need less. A row a
+demo: the answer, the true limit, their ratio, and how many trials each took.
 """
 
 from __future__ import annotations
@@ -51,9 +52,16 @@ def easyocr(folder: Path) -> list[str]:
 DEMOS: dict[str, Callable[[Path], list[str]]] = {"yolo": yolo, "hf": hf, "easyocr": easyocr}
 
 
-def bisected(measure: Callable[[int], Measurement], limit: float, fits: int) -> tuple[int, int]:
-    """(the largest micro-batch whose trial stays within the limit, trials), from one that is known to fit."""
-    low, high, count, size = fits, MOST + 1, 0, fits + max(fits // 8, 1)
+def bisected(measure: Callable[[int], Measurement], limit: float, fits: int, first: int) -> tuple[int, int]:
+    """(the largest micro-batch whose trial stays within the limit, trials).
+
+    Args:
+        measure: one trial.
+        limit: GiB.
+        fits: a micro-batch that is known to fit.
+        first: a larger one to begin with.
+    """
+    low, high, count, size = fits, MOST + 1, 0, first
     while high - low > 1:
         count += 1
         if measure(size).fits(limit):
@@ -76,7 +84,8 @@ def compare(name: str, over: float) -> str:
         best = search.run(trials.measure)
         print(*search.measured, sep="\n", flush=True)
         found = best.micro_batch if best else 0
-        true, count = bisected(trials.measure, limit, found)
+        over = [one.micro_batch for one in search.measured if one.micro_batch > found]
+        true, count = bisected(trials.measure, limit, found, min(over, default=found + max(found // 8, 1)))
     return (
         f"{name:8} limit {limit:.2f} GiB: found {found}, true {true}, ratio {found / true if true else 1:.2f}; "
         f"{len(search.measured)} trials, {count} more to be sure"

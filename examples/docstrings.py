@@ -8,11 +8,12 @@ from __future__ import annotations
 import ast
 import random
 import sysconfig
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 from datasets import Dataset, DatasetDict
-from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
@@ -53,11 +54,18 @@ def load(most: int = MOST, seed: int = 0) -> DatasetDict:
 
 
 def small_tokenizer(texts: list[str], words: int = 4000) -> PreTrainedTokenizerFast:
-    """A WordPiece vocabulary learnt from these texts."""
-    tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
-    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
-    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    tokenizer.train_from_iterator(texts, trainers.WordPieceTrainer(vocab_size=words, special_tokens=SPECIAL))
+    """A WordPiece vocabulary of these texts: every character, and the words that they use most.
+
+    The library's own trainer breaks ties in the order of a hash, so that no two processes learn the same one.
+    """
+    normalizer, splitter = normalizers.BertNormalizer(lowercase=True), pre_tokenizers.BertPreTokenizer()
+    parts = [word for text in texts for word, _ in splitter.pre_tokenize_str(normalizer.normalize_str(text))]
+    letters = sorted({letter for word in parts for letter in word})
+    counts = Counter(parts)
+    most = sorted(counts, key=lambda word: (-counts[word], word))
+    kept = list(dict.fromkeys([*SPECIAL, *letters, *(f"##{letter}" for letter in letters), *most]))[:words]
+    tokenizer = Tokenizer(models.WordPiece({word: at for at, word in enumerate(kept)}, unk_token="[UNK]"))
+    tokenizer.normalizer, tokenizer.pre_tokenizer = normalizer, splitter
     tokenizer.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
     names = dict(zip(("pad_token", "unk_token", "cls_token", "sep_token", "mask_token"), SPECIAL, strict=True))
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=256, **names)

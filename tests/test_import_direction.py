@@ -134,7 +134,7 @@ print(",".join(sorted({{name.partition(".")[0] for name in sys.modules}} & {{{na
     ("statement", "forbidden"),
     [
         ("import plugins; plugins.__version__", HOSTS | {"torch", "integrations", "pydantic"}),
-        ("from plugins import AccelConfig; AccelConfig()", HOSTS | {"torch", "integrations"}),
+        ("from plugins import AccelConfig; AccelConfig()", HOSTS | {"torch", "integrations", "psutil"}),
         ("import plugins.yolo; plugins.yolo.callbacks", HOSTS | {"torch"}),
         ("import plugins.core.session", HOSTS | {"integrations"}),
         ("import integrations.contract, integrations.patches", HOSTS | {"plugins"}),

@@ -10,7 +10,8 @@ from typing import Any
 
 from plugins.errors import AccelError
 from plugins.find_batch.search import Measurement, Outcome
-from plugins.trial_run import Ended, TrialRequest, TrialResult, run
+from plugins.trial_run.launch import Ended, TrialResult, run
+from plugins.trial_run.request import TrialRequest
 
 # A trial is a few updates: no compile could be won back, and its worker's memory would be counted. What is found
 # eagerly is compiled once, by the run itself.

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from plugins.preflight import compiling, gradients, learning, precision, repeating, resources, speed
 from plugins.preflight.trials import Trials
 from plugins.preflight.verdict import Finding, Verdict, finding
-from plugins.trial_run import Ended
+from plugins.trial_run.launch import Ended
 
 
 def runs(trials: Trials) -> Finding:

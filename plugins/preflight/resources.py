@@ -7,10 +7,10 @@ import shutil
 from importlib.metadata import PackageNotFoundError, requires
 from pathlib import Path
 
+from plugins.core.system.shortage import GIB
 from plugins.preflight.trials import Trials
 from plugins.preflight.verdict import Finding, Verdict, finding, skipped
 
-GIB = 1024**3
 TIGHT = 0.9  # of what there is
 GROWN = 0.05  # GiB that an evaluation may leave
 COPIES = 2  # of the logits that an evaluation keeps: as they come, and joined

@@ -8,7 +8,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from plugins.trial_run import Ended, TrialRequest, TrialResult, run
+from plugins.trial_run.launch import Ended, TrialResult, run
+from plugins.trial_run.request import TrialRequest
 
 SHORT = 6  # updates of every trial beside the first
 RESTORED_AT = 3

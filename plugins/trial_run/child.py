@@ -21,7 +21,8 @@ from typing_extensions import override
 from plugins.core.session import Session
 from plugins.core.step.update import Outcome
 from plugins.core.system import devices
-from plugins.core.system.memory import GIB, in_use_gib
+from plugins.core.system.memory import in_use_gib
+from plugins.core.system.shortage import GIB
 from plugins.core.telemetry.observer import Observer
 from plugins.trial_run.probes import probes
 from plugins.trial_run.request import TrialRequest, current, note

@@ -18,15 +18,14 @@ from typing import Any
 
 import psutil
 
+from plugins.core.system.shortage import GIB, says_short
 from plugins.core.system.signals import sigterm_as_ctrl_c
 from plugins.trial_run.command import prepared
 from plugins.trial_run.request import VARIABLE, TrialRequest
 
-GIB = 1024**3
 LOOK_EVERY = 0.05  # s
 GRACE = 5.0  # s that a job has to end by itself, before it is killed
 TAIL = 40  # lines
-OUT_OF_MEMORY_WORDS = ("out of memory", "can't allocate memory", "memoryerror", "cannot allocate memory")
 
 
 class Ended(Enum):
@@ -181,8 +180,7 @@ def _judged(code: int, records: list[dict[str, Any]], words: str) -> Ended:
         return Ended.OUT_OF_MEMORY  # killed by the system, or a host that has halved its batch
     done = any("end" in line for line in records)
     if code != 0 and not done:
-        told = words.lower()
-        return Ended.OUT_OF_MEMORY if any(word in told for word in OUT_OF_MEMORY_WORDS) else Ended.FAILED
+        return Ended.OUT_OF_MEMORY if says_short(words) else Ended.FAILED
     if not any("update" in line for line in records):
         return Ended.NO_TRAINING
     return Ended.COMPLETE if code == 0 else Ended.FAILED

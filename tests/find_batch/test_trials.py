@@ -12,7 +12,8 @@ from plugins.errors import AccelError
 from plugins.find_batch import finder, trials
 from plugins.find_batch.search import Outcome
 from plugins.find_batch.trials import Stopped, Trials
-from plugins.trial_run import Ended, TrialRequest, TrialResult
+from plugins.trial_run.launch import Ended, TrialResult
+from plugins.trial_run.request import TrialRequest
 from tests.trial_run.jobs import loop
 
 

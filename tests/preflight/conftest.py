@@ -15,9 +15,9 @@ import pytest
 
 from plugins.preflight import trials as trials_of
 from plugins.preflight.trials import Job, Trials
-from plugins.trial_run import TrialRequest, TrialResult, child
-from plugins.trial_run.launch import _judged
-from plugins.trial_run.request import VARIABLE
+from plugins.trial_run import child
+from plugins.trial_run.launch import TrialResult, _judged
+from plugins.trial_run.request import VARIABLE, TrialRequest
 from tests.trial_run.jobs import loop
 
 AT_EXIT: list[Callable[[], None]] = []

@@ -137,6 +137,13 @@ def test_reads_of_the_host_are_counted_by_line(job: Build) -> None:
     assert "0 a micro-batch" in speed.host_reads(job()).figure
 
 
+def test_reads_are_counted_of_a_loss_that_a_number_multiplies(job: Build) -> None:
+    """As the Trainer's: autograd saves the number, and torch hands it to a mode as no tensor."""
+    trials = job(step="loss = loss_of(batch) * 1; accel.backward(loss, weight=len(batch[0]))", updates=4)
+    assert runs(trials).verdict is Verdict.PASS
+    of(speed.host_reads(trials), Verdict.PASS, "0 a micro-batch")
+
+
 def test_a_seed_that_does_not_repeat_fails(job: Build) -> None:
     trials = job(seed="__import__('time').time_ns() % 2**31")
     of(repeating.seeds(trials), Verdict.FAIL, "apart", "seed")
@@ -146,8 +153,10 @@ def test_a_seed_that_does_not_repeat_fails(job: Build) -> None:
 def test_state_that_no_checkpoint_holds_is_seen_by_the_resume(job: Build) -> None:
     assert repeating.resume(job()).verdict is Verdict.PASS
     hidden = "model[0].register_buffer('scale', torch.ones(1), persistent=False)"
-    trials = job(before=hidden, step="accel.training_step(lambda b: loss_of(b) * model[0].scale.sum(), batch)")
+    step = "accel.training_step(lambda b: loss_of(b) * model[0].scale.sum(), batch)"
+    trials = job(before=hidden, step=f"model[0].scale.mul_(0.9); {step}")
     of(repeating.resume(trials), Verdict.FAIL, "apart in 3 updates", "register_buffer")
+    of(repeating.resume(job(before=hidden, step=step)), Verdict.PASS, "equal in 3 updates")  # as built anew
 
 
 def test_batchnorm_on_tiny_micro_batches_fails_and_small_ones_warn(job: Build) -> None:

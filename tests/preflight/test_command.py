@@ -11,7 +11,7 @@ import pytest
 from plugins.preflight import command, trials
 from plugins.preflight.trials import Trials
 from plugins.preflight.verdict import Finding, Verdict
-from plugins.trial_run import Ended, TrialResult
+from plugins.trial_run.launch import Ended, TrialResult
 from tests.accel_command import accel_command
 from tests.preflight.conftest import run_here
 from tests.trial_run.jobs import loop
@@ -92,7 +92,7 @@ def test_bad_input_is_one_line_and_exit_code_2(
 def test_a_command_that_is_no_training_is_one_line_and_exit_code_2(
     accel, monkeypatch: pytest.MonkeyPatch, words: list[str]
 ) -> None:
-    from plugins.trial_run import run
+    from plugins.trial_run.launch import run
 
     monkeypatch.setattr(trials, "run", run)
     code, _, error = accel("preflight", "--", *words)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from plugins.trial_run import TrialRequest, TrialResult, run
+from plugins.trial_run.launch import TrialResult, run
+from plugins.trial_run.request import TrialRequest
 
 LOOP = """
 import sys

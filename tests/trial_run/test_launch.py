@@ -10,7 +10,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from plugins.trial_run import Ended, TrialRequest, run
+from plugins.trial_run.launch import Ended, run
+from plugins.trial_run.request import TrialRequest
 from tests.trial_run.jobs import loop, trial
 
 

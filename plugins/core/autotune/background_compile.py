@@ -3,7 +3,8 @@
 Where the run's own threads take every core, a worker beside it would slow both (threads that wait for each other
 spin: steps of 0.1 s took 0.9 s), so the run waits for it. What it would wait for and is short, or does not fit into
 memory twice, is compiled in the run: a worker's start takes as long. All show a progress line, and are given up at
-their budget.
+their budget. Where memory is tight, a worker first measures a compiled step on a quarter of the batch; what would not
+fit is not tried.
 """
 
 from __future__ import annotations
@@ -63,6 +64,7 @@ def has_spare_core(device: torch.device) -> bool:
 
 
 POLL_SECONDS = 0.05
+PART = 4  # of the batch: that much less is measured where a whole step may not fit
 IN_RUN_SECONDS = 12.0  # of a compile: a worker takes 3 to 4 s more, and is the safer end of one that hangs
 
 
@@ -131,6 +133,9 @@ class BackgroundCompile:
         self.waits = self.waits or in_run
         seconds_left = window_start.left * step_seconds
         budget = self._budget = cost_model.budget((1 + self._graphs) * cost, findings.fusable, seconds_left, self.waits)
+        tight = not (memory.room_for_worker(device) or memory.room_for_twice(device))
+        if tight and (why := self._does_not_fit(captured, window_start, budget)):
+            return self.stays_eager(CompileOutcome(CompileResult.NO_MEMORY, why))
         if in_run:
             self.owner.progress(f"compiling {self.scope}, in the run, for at most {budget:.0f} s")
             self.compilation.decision.now(CompileStage.COMPILING)
@@ -147,6 +152,29 @@ class BackgroundCompile:
         self.owner.progress(f"compiling {self.scope}, {how}, for at most {budget:.0f} s")
         self.compilation.decision.now(CompileStage.COMPILING)
         return True
+
+    def _does_not_fit(self, captured: Captured, window_start: WindowStart, budget: float) -> str:
+        """Why the first compiled step would not fit into memory: a worker has measured one on a part of the batch."""
+        device = self.device
+        if not memory.room_for_worker(device, PART):
+            return "memory has no room to measure a compiled step"
+        parts = [call.of_batch(PART) for call in captured.calls]
+        ways = [self.compilation.arguments(self.scope, False)]
+        try:
+            with window_start.trial.bare():
+                worker = Worker([call for call, _ in parts], ways, self.compilation.dims, budget, captured.times)
+        except Exception as error:
+            return f"the memory of a compiled step cannot be measured ({first_line(error)})"
+        try:
+            while worker.poll() is WorkerState.RUNNING:
+                time.sleep(POLL_SECONDS)
+        finally:
+            worker.stop()
+        if worker.memory is None:
+            return f"the memory of a compiled step could not be measured: {worker.fault and worker.fault.reason}"
+        need = worker.memory.left_gib + max(factor for _, factor in parts) * worker.memory.step_gib
+        free = memory.free_beyond_gib(device, memory.in_use_gib(device))
+        return "" if need <= free else f"its first step would take about {need:.2f} GiB of {free:.2f} GiB that are free"
 
     def poll(self) -> WorkerState:
         """How the compile stands; where it will not be ready, the decision says why."""

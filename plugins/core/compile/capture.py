@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
 
 
 @dataclass(frozen=True)
@@ -63,17 +64,39 @@ class Call:
     kwargs: Any
     autocast: tuple[str, torch.dtype] | None
 
+    def of_batch(self, part: int) -> tuple[Call, float]:
+        """The same on the first `part`th of its batch, and how many times as large the whole is.
+
+        The batch is the first dimension of the first tensor, and of every other one of the same length.
+        """
+        first = next((leaf for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, Like)), None)
+        if first is None or not first.shape:
+            return self, 1.0
+        whole = first.shape[0]
+        some = max(whole // part, 1)
+
+        def cut(leaf: Any) -> Any:
+            batched = isinstance(leaf, Like) and leaf.shape[:1] == (whole,)
+            return replace(leaf, shape=(some, *leaf.shape[1:])) if batched else leaf
+
+        return replace(self, args=tree_map(cut, self.args), kwargs=tree_map(cut, self.kwargs)), whole / some
+
 
 class Captured:
     """Notes how modules are called while it is entered, one entry a distinct kind of call.
 
     It stands where a compiled call will stand, so that what it sees is what will be compiled.
+
+    Attributes:
+        calls: one of each kind.
+        times: how often each was made.
     """
 
     def __init__(self, modules: Sequence[nn.Module], takes: Callable[[tuple[Any, ...]], bool] = lambda args: True):
         self.modules, self.takes = modules, takes
         self.calls: list[Call] = []
-        self._seen: set[str] = set()
+        self.times: list[int] = []
+        self._seen: dict[str, int] = {}
 
     def __enter__(self) -> Captured:
         self._there = [vars(module).get("_compiled_call_impl") for module in self.modules]
@@ -93,8 +116,10 @@ class Captured:
             structure = [(n, tuple(p.shape), p.requires_grad) for n, p in module.named_parameters()]
             sign = repr((type(module), structure, call.args, call.kwargs, call.autocast))
             if sign not in self._seen:
-                self._seen.add(sign)
+                self._seen[sign] = len(self.calls)
                 self.calls.append(call)
+                self.times.append(0)
+            self.times[self._seen[sign]] += 1
         return module._call_impl(*args, **kwargs)
 
 

@@ -39,6 +39,7 @@ class CompileResult(str, Enum):
     OWNED = "owned"  # the model's owner compiled it
     IMPOSSIBLE = "impossible"  # here, or with these settings
     NOT_WORTH = "not worth"  # a trial: it could not be won back
+    NO_MEMORY = "no memory"  # for its first step, by a forecast
     NO_TRIAL = "no trial"  # was possible
     TRIAL_FAILED = "trial failed"  # of the eager step, or of the step itself: told already
     FAILED = "failed"  # the compiler did

@@ -24,7 +24,7 @@ import time
 import weakref
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from enum import Enum
 from itertools import product
 from pathlib import Path
@@ -40,9 +40,12 @@ from plugins.core.compile.compiled_module import CompiledModule, failure
 from plugins.core.compile.decision import CompileOutcome, CompileResult
 from plugins.core.compile.dynamic_shapes import Marker
 from plugins.core.compile.toolchain import end_group
+from plugins.core.system import malloc
+from plugins.core.system.memory import Peaks, in_use_gib
 
 PREFIX = "accel-compile-"  # of a worker's folder; the run's process id follows
 OUTCOME = "outcome"  # the file in which a worker that failed says how
+MEMORY = "memory"  # and that of what it measured
 
 
 class WorkerState(str, Enum):
@@ -55,22 +58,37 @@ class WorkerState(str, Enum):
     FAILED = "failed"
 
 
+@dataclass(frozen=True)
+class StepMemory:
+    """GiB of a compiled step: what its compile left in use, and what a step takes on top."""
+
+    left_gib: float
+    step_gib: float
+
+
 class Worker:
     """One compile under way in another process, of every call in each of `ways`: how it is compiled.
 
-    `poll` says how it stands, and `fault` why it will not be ready; `stop` ends it.
+    `poll` says how it stands, and `fault` why it will not be ready; `stop` ends it. With `times`, how often a step
+    makes each call, it measures the memory of a step in the first way instead; `memory` holds it then.
 
     Raises:
         Exception: whatever pickling raised: the model cannot be handed to another process.
     """
 
     def __init__(
-        self, calls: Sequence[Call], ways: Sequence[dict[str, Any]], dims: Sequence[int], budget_seconds: float
+        self,
+        calls: Sequence[Call],
+        ways: Sequence[dict[str, Any]],
+        dims: Sequence[int],
+        budget_seconds: float,
+        times: Sequence[int] = (),
     ) -> None:
         job = {
             "calls": list(calls),
             "ways": list(ways),
             "dims": tuple(dims),
+            "times": tuple(times),
             "threads": torch.get_num_threads(),
             "parent": os.getpid(),
             "seconds": 2 * budget_seconds,
@@ -79,6 +97,7 @@ class Worker:
         self.folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-"))
         self.began, self.budget = time.monotonic(), budget_seconds
         self.fault: CompileOutcome | None = None
+        self.memory: StepMemory | None = None
         try:
             with (self.folder / "job").open("wb") as file:
                 cloudpickle.dump(job, file)  # a script's own classes too, which another process cannot import
@@ -114,13 +133,18 @@ class Worker:
                 CompileResult.OUT_OF_TIME, f"given up: it outlived its budget of {self.budget:.0f} s"
             )
         elif code == 0:
-            state = WorkerState.READY
+            state, self.memory = WorkerState.READY, self._measured()
         elif told := self._told():
             state, self.fault = WorkerState.FAILED, told
         else:
             state, self.fault = WorkerState.DIED, CompileOutcome(CompileResult.FAILED, f"given up: {self._death(code)}")
         self.stop()
         return state
+
+    def _measured(self) -> StepMemory | None:
+        with contextlib.suppress(OSError, ValueError):
+            return StepMemory(**json.loads((self.folder / MEMORY).read_text()))
+        return None
 
     def _told(self) -> CompileOutcome | None:
         """What the worker itself said of its failure."""
@@ -175,15 +199,39 @@ def run(job: dict[str, Any]) -> CompileOutcome | None:
         failed: list[CompileOutcome] = []
         part = CompiledModule(call.module, **way, marker=Marker(job["dims"]), give_up=failed.append)
         part.install()
-        with torch.autocast(call.autocast[0], dtype=call.autocast[1]) if call.autocast else nullcontext():
-            output = call.module(*made(call.args), **made(call.kwargs))
+        output = _forward(call)
         if failed:
             return failed[0]
-        losses = [t.float().sum() for t in _floating(output) if t.requires_grad]
-        if losses:
-            torch.stack(losses).sum().backward()
+        _backward(output)
         part.undo()
     return None
+
+
+def measured(job: dict[str, Any]) -> StepMemory | CompileOutcome:
+    """In the worker: compile the calls of the job, and measure a step that makes all of them; or what failed."""
+    torch.set_num_threads(job["threads"])
+    device = next((p.device for call in job["calls"] for p in call.module.parameters()), torch.device("cpu"))
+    failed: list[CompileOutcome] = []
+    for module in {call.module: None for call in job["calls"]}:
+        CompiledModule(module, **job["ways"][0], marker=Marker(job["dims"]), give_up=failed.append).install()
+    begun = in_use_gib(device)
+    _backward([_forward(call) for call in job["calls"]])
+    malloc.trim()
+    held, peaks = in_use_gib(device), Peaks(device)
+    _backward([_forward(call) for call, many in zip(job["calls"], job["times"], strict=True) for _ in range(many)])
+    peaks.update_done()
+    return failed[0] if failed else StepMemory(max(held - begun, 0.0), max((peaks.first_gib or 0.0) - held, 0.0))
+
+
+def _forward(call: Call) -> Any:
+    with torch.autocast(call.autocast[0], dtype=call.autocast[1]) if call.autocast else nullcontext():
+        return call.module(*made(call.args), **made(call.kwargs))
+
+
+def _backward(output: Any) -> None:
+    losses = [t.float().sum() for t in _floating(output) if t.requires_grad]
+    if losses:
+        torch.stack(losses).sum().backward()
 
 
 def _floating(value: Any) -> list[Tensor]:
@@ -212,7 +260,10 @@ def main() -> None:
             job = pickle.load(file)
         monitor = (job["parent"], job["seconds"], path.parent)
         threading.Thread(target=_die_with, args=monitor, daemon=True).start()
-        fault = run(job)
+        found = measured(job) if job.get("times") else run(job)
+        fault = found if isinstance(found, CompileOutcome) else None
+        if isinstance(found, StepMemory):
+            path.with_name(MEMORY).write_text(json.dumps(asdict(found)))
     except Exception as error:
         fault = failure(error)
     if fault is not None:

@@ -15,6 +15,7 @@ from plugins.config import AccelConfig
 from plugins.core.step.blocks import pieces
 from plugins.core.step.checkpointed_module import Block, CheckpointedModule, Savings
 from plugins.core.system import memory, versions
+from plugins.core.system.shortage import GIB
 
 LET_GO = 0.04  # of what all blocks spare: those that spare least for their time
 MARGIN = 1.15  # on a forecast of memory: pieces that do not fit again
@@ -106,7 +107,7 @@ class ActivationCheckpointing:
             return
         if self._on_trial:
             self._on_trial = False
-            need = MARGIN * self.savings.most / memory.GIB
+            need = MARGIN * self.savings.most / GIB
             free = memory.free_beyond_gib(self.device, peak_gib or 0.0)
             if need <= free:
                 self.undo()

@@ -71,9 +71,15 @@ _holders: set[int] = set()  # runs for which this process keeps its memory
 def _let_go(holder: int) -> None:
     """The last one gives back what is free."""
     _holders.discard(holder)
-    libc = _glibc()
-    if not _holders and libc is not None:
+    if not _holders and _glibc() is not None:
         _set(RELEASE)
+        trim()
+
+
+def trim() -> None:
+    """Give back to the system what is free, where the allocator is glibc's."""
+    libc = _glibc()
+    if libc is not None:
         libc.malloc_trim(0)
 
 

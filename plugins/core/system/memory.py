@@ -19,18 +19,10 @@ import psutil
 import torch
 
 from plugins.core.system import devices
+from plugins.core.system.shortage import GIB, says_short
 
-GIB = 1024**3
 CONTEXT_GIB = 0.8  # of a second process on the same device: torch, its compiler, a CUDA context
 CUDA_GRAPHS = 0.10  # of the peak: what a pool of CUDA graphs takes on top (5 to 10 % seen)
-# Of errors that are no `torch.OutOfMemoryError`: the CPU's allocator, cuBLAS, MPS, older releases and other devices.
-SHORT = (
-    "out of memory",
-    "can't allocate memory",
-    "not enough memory",
-    "status_alloc_failed",
-    "devmem allocation failed",
-)
 _CLEAR = Path("/proc/self/clear_refs")
 _STATUS = Path("/proc/self/status")
 _GROUPS = Path("/proc/self/cgroup")
@@ -137,10 +129,21 @@ def _groups() -> Iterator[tuple[Path, str, str, str]]:
                     yield (_MOUNT / folder / group, *files)  # type: ignore[misc]
 
 
-def room_for_worker(device: torch.device) -> bool:
-    """Whether a second process that runs one step of this model fits beside this one."""
+def room_for_worker(device: torch.device, part: int = 1) -> bool:
+    """Whether a second process fits beside this one, which runs one step of this model on a `part`th of the batch."""
+    return free_gib(device) > _peak_gib(device) / part + CONTEXT_GIB
+
+
+def room_for_twice(device: torch.device) -> bool:
+    """Whether this process could come to twice the memory that it had at its peak."""
+    peak = _peak_gib(device)
+    return free_beyond_gib(device, peak) > peak
+
+
+def _peak_gib(device: torch.device) -> float:
+    """Of the allocator, where the device keeps one; else what is in use now."""
     peak = devices.peak(device)
-    return free_gib(device) > (in_use_gib(device) if peak is None else peak / GIB) + CONTEXT_GIB
+    return in_use_gib(device) if peak is None else peak / GIB
 
 
 def free_beyond_gib(device: torch.device, peak_gib: float) -> float:
@@ -166,7 +169,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Whether memory did not suffice, of an accelerator or of this machine."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
-    return isinstance(error, RuntimeError) and any(text in str(error).lower() for text in SHORT)
+    return isinstance(error, RuntimeError) and says_short(str(error))
 
 
 def let_go(error: BaseException) -> None:

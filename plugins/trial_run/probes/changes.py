@@ -66,7 +66,21 @@ class Rate(Probe):
 
 
 class Restored(Probe):
-    """After so many updates, the run is saved, its weights and optimizer are thrown away, and it is loaded again."""
+    """After so many updates, the run is saved, its weights and optimizer are thrown away, and it is loaded again.
+
+    What no state dict holds has the value it began with, as in a process that builds the model anew.
+    """
+
+    @override
+    def begin(self) -> None:
+        self._built: dict[str, torch.Tensor] = {}
+
+    @override
+    def arrived(self, first: bool) -> None:
+        if first and not self.session.updates:
+            model = self.session.model
+            saved = model.state_dict()
+            self._built = {name: b.clone() for name, b in model.named_buffers() if name not in saved}
 
     @override
     def closed(self, outcome: Outcome) -> dict[str, Any]:
@@ -78,8 +92,10 @@ class Restored(Probe):
         path = request.folder / "restored.pt"
         torch.save(session.state_dict(), path)
         with torch.no_grad():
-            for tensor in (*session.parameters(), *session.model.buffers()):
+            for tensor in session.parameters():
                 tensor.zero_()
+            for name, buffer in session.model.named_buffers():
+                buffer.copy_(self._built.get(name, torch.zeros_like(buffer)))
         for state in session.optimizer.state.values():
             for value in state.values():
                 if isinstance(value, torch.Tensor):

@@ -8,6 +8,7 @@ import torch
 
 from plugins.core.system import memory
 from plugins.core.system.memory import Peaks
+from plugins.core.system.shortage import GIB
 
 CPU = torch.device("cpu")
 MIB_256 = 256 * 1024**2
@@ -89,4 +90,4 @@ def test_without_control_groups_the_machines_memory_counts(tmp_path: Path, monke
     monkeypatch.setattr(memory, "_GROUPS", tmp_path / "none")
     assert memory._left_of_container() == float("inf")
     assert memory.free_gib(CPU) > 0
-    assert memory.limit_gib(CPU) == memory.psutil.virtual_memory().total / memory.GIB
+    assert memory.limit_gib(CPU) == memory.psutil.virtual_memory().total / GIB
