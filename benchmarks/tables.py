@@ -20,6 +20,7 @@ def table(section: Section, results: Results) -> str:
     for row in section.rows:
         rounds = results.rounds(row.key)
         if not rounds:
+            notes.append(f"`{row.key}` ({row.what}): not run yet")
             continue
         lines += body(row, section, rounds)
         entry = results.rows[row.key]
@@ -27,7 +28,7 @@ def table(section: Section, results: Results) -> str:
             notes.append(f"{row.key}, {name}: not run: {why}")
         notes.append(f"`{row.key}`: {about(entry)}")
     if len(lines) == 2:
-        return "Not run yet."
+        return "\n".join(f"* {note}" for note in notes)
     return "\n".join([*lines, "", *(f"* {note}" for note in notes)])
 
 

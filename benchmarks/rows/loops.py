@@ -212,7 +212,7 @@ BY_RULE = contenders(
         "plain, bf16": partial(plain, precision="bf16"),
         "plain, bf16, channels_last": partial(plain, precision="bf16", layout="channels_last"),
         "Accelerated, memory_format=host": partial(by_rule, memory_format="host"),
-        "Accelerated": by_rule,
+        "Accelerated, memory_format=channels_last": partial(by_rule, memory_format="channels_last"),
         "Accelerated, precision=auto": partial(by_rule, precision="auto"),
     }
 )

@@ -71,7 +71,8 @@ SECTIONS = (
         "Seconds a sample; each contender trains in a process of its own and waits while the others take their turn. "
         "The ratio is that of a turn to the first contender's turn in the same round: below 1 is faster. All of a row "
         "train the same model from the same weights on the same data in fp32, unless the name says otherwise; compile "
-        "and trials lie in the warm-up. Memory is the process's peak, warm-up included.",
+        "and trials lie in the warm-up. Memory is the process's peak, warm-up included.\n\n"
+        "![CPU time a sample, as ratios](docs/ratios.svg)",
         STEP_FIGURES,
         (
             Row("yolo", "YOLOv8n, 160 px, batch 16, shapes, AdamW, loader in the process", YOLO, steps=(10, 8)),
