@@ -9,6 +9,7 @@ from plugins.errors import AccelError
 
 HALF = ("bf16", "fp16")
 
+
 class Unsupported(AccelError):
     """A precision that this device cannot train in; the message is one line."""
 
