@@ -2,7 +2,7 @@
 # make test               set up, then lint, type check and run the tests
 # make test-long          kills, random settings and label files by the thousand; the counts stand in BENCHMARKS.md
 # make test-oldest        the part of the tests in tests/oldest.txt, at the oldest versions, in an environment of its own
-# make bench              the benchmarks, as ratios of two things run in turn
+# make bench [ROWS=...]   the benchmarks: ratios of things run in turn, into benchmarks/results.json and BENCHMARKS.md
 
 PYTHON ?= python3
 VENV := .venv
@@ -53,7 +53,7 @@ lint: $(READY)
 	$(BIN)/mypy
 
 bench: $(READY)
-	$(BIN)/python benchmarks/yolo_step.py
+	$(BIN)/python -m benchmarks.run $(ROWS)
 
 why: $(READY)
 	$(BIN)/python examples/why.py

@@ -1,15 +1,27 @@
 """Draws docs/figures.svg from the table of the speed plan in BENCHMARKS.md: whole runs with the plug / without it.
 
-python benchmarks/picture.py
+    python benchmarks/picture.py
+
+And docs/ratios.svg from the results of `python -m benchmarks.run`, which calls this.
 """
 
 from __future__ import annotations
 
 import re
+import sys
 from html import escape
 from pathlib import Path
+from statistics import median
 
 ROOT = Path(__file__).parents[1]
+sys.path[:0] = [str(ROOT)] if str(ROOT) not in sys.path else []
+
+from benchmarks.registry import SECTIONS  # noqa: E402
+from benchmarks.results import Results  # noqa: E402
+from benchmarks.results import ratios as ratios_of  # noqa: E402
+from benchmarks.tables import WANTED_ROUNDS  # noqa: E402
+
+RATIOS = ROOT / "docs" / "ratios.svg"
 PICTURE = ROOT / "docs" / "figures.svg"
 UPDATES = "1,000"  # rows of this length
 WIDE, LEFT, SCALE, HIGH, GAP = 860, 356, 430, 20, 14  # px: all, the names, a ratio of 1, a bar, between bars
@@ -35,10 +47,20 @@ def in_words(name: str) -> str:
     return re.sub(r"^and ", "the same with three Linears, ", words)
 
 
-def draw(rows: list[tuple[str, float]]) -> str:
-    """Horizontal bars on tracks that end where a run without the plug does; the same on light and dark pages."""
+def draw(
+    rows: list[tuple[str, float]],
+    title: str = f"Time of {UPDATES} updates with the plug; a full track is the time without it",
+    longest: float = 1.0,
+) -> str:
+    """Horizontal bars on tracks that end where a run without the plug does; the same on light and dark pages.
+
+    Args:
+        rows: what ran, and its ratio.
+        title: over the bars, and of the picture.
+        longest: the ratio that fills the room there is for bars; tracks end at 1.
+    """
     height = TOP + len(rows) * (HIGH + GAP) + 12
-    title = f"Time of {UPDATES} updates with the plug; a full track is the time without it"
+    one = SCALE / max(longest, 1.0)
     told = escape("; ".join([title, *(f"{name} {ratio:.2f}" for name, ratio in rows)]))
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDE} {height}" font-size="14" role="img" '
@@ -52,12 +74,31 @@ def draw(rows: list[tuple[str, float]]) -> str:
         middle = top + HIGH - 5
         lines += [
             f'<text x="{LEFT - 12}" y="{middle}" text-anchor="end" fill="{INK}">{escape(name)}</text>',
-            f'<rect x="{LEFT}" y="{top}" width="{SCALE}" height="{HIGH}" rx="3" fill="{TRACK}"/>',
-            f'<rect x="{LEFT}" y="{top}" width="{round(ratio * SCALE)}" height="{HIGH}" rx="3" fill="{BAR}"/>',
+            f'<rect x="{LEFT}" y="{top}" width="{round(one)}" height="{HIGH}" rx="3" fill="{TRACK}"/>',
+            f'<rect x="{LEFT}" y="{top}" width="{round(ratio * one)}" height="{HIGH}" rx="3" fill="{BAR}"/>',
             f'<text x="{LEFT + SCALE + 14}" y="{middle}" font-weight="600" fill="{INK}">{ratio:.2f}</text>',
         ]
     lines.append("</svg>")
     return "\n".join(lines) + "\n"
+
+
+def drawn_ratios(results: Results) -> str:
+    """Time a sample of the plug and of what one would pick instead, rows of five rounds: median ratios to the host."""
+    found = []
+    for section in SECTIONS:
+        for row in section.rows if section.key == "throughput" else ():
+            base, *others = (one.name for one in row.contenders)
+            for name in others:
+                each = ratios_of(results.rounds(row.key), name, base, "cpu")
+                if len(each) >= WANTED_ROUNDS:
+                    found.append((f"{row.key}: {name}", median(each)))
+    longest = max((ratio for _, ratio in found), default=1.0)
+    return draw(found, "CPU time a sample; a full track is that of the row's first contender", longest)
+
+
+def write_ratios(results: Results) -> None:
+    """Draw docs/ratios.svg anew."""
+    RATIOS.write_text(drawn_ratios(results), encoding="utf-8")
 
 
 def picture() -> str:

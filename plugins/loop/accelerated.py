@@ -70,7 +70,7 @@ class Accelerated(TrainingStep, DeprecatedNames):
         dims: dimensions of the input that vary, for the compiler (3 is the width of [B, C, H, W]).
         tunes: this loop calls `tune` before the forward of every micro-batch. What the settings leave to `auto` then
             starts as a plain loop has it and is measured, as with `batches`; else precision and layout go by rule:
-            bf16 where the device is fast in it, channels_last for convolutions.
+            bf16 where the device is fast in it, and with it channels_last for convolutions.
         planned: the deprecated name of `tunes`.
         host: name of the plug in the report.
         say: shows a line to the user.

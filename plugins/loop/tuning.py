@@ -147,13 +147,16 @@ def scale_rate(config: AccelConfig, optimizer: torch.optim.Optimizer, accumulate
 def by_rule(config: AccelConfig, model: nn.Module, device: torch.device) -> AccelConfig:
     """The settings with precision and layout resolved for this device.
 
+    A layout that was not asked for is taken with a half precision only: alone it was seen to lose up to a quarter.
+
     Raises:
         AccelError: a precision that the device cannot train in.
     """
     dtype = precision.resolve(config.precision, device)
     convolutions = any(isinstance(module, nn.Conv2d) for module in model.modules())
     may = convolutions and (config.memory_format == "channels_last" or not holds_shards(model))
-    layout = "channels_last" if config.memory_format != "host" and may else "host"
+    wanted = {"auto": dtype in precision.HALF, "channels_last": True, "host": False}[config.memory_format]
+    layout = "channels_last" if wanted and may else "host"
     return config.model_copy(update={"precision": dtype, "memory_format": layout})
 
 

@@ -73,9 +73,8 @@ def test_bf16_runs_forward_in_autocast_and_backward_outside():
 
 def test_channels_last_effective_batch_and_lr_scale():
     model = network()
-    accel = Accelerated(
-        model, sgd(model.parameters()), micro_batch=4, effective_batch=12, lr_scale="linear", say=lambda line: None
-    )
+    options = {"effective_batch": 12, "lr_scale": "linear", "memory_format": "channels_last"}
+    accel = Accelerated(model, sgd(model.parameters()), micro_batch=4, say=lambda line: None, **options)
     assert accel.accumulate == 3
     assert accel.optimizer.param_groups[0]["lr"] == pytest.approx(0.3)
     with accel.forward(torch.zeros(2, 3, 4, 4)) as images:

@@ -70,11 +70,21 @@ def test_plan_off_measures_nothing_and_goes_by_rule(clock, monkeypatch, planned)
 
 
 @pytest.mark.parametrize("options", [{"compile": "on", "compile_backend": "eager"}, {"planned": False}])
-def test_by_rule_where_candidates_cannot_be_tried(clock, options):
+def test_by_rule_where_candidates_cannot_be_tried(clock, monkeypatch, options):
+    monkeypatch.setattr("plugins.core.step.precision.bf16_is_fast", lambda device: True)
     loop = Loop(clock, **options).run()
     assert loop.losses == 14
     assert loop.tuner.plan.memory_format == "channels_last"
     assert loop.tuner.timings == []
+
+
+@pytest.mark.parametrize("chosen", ["host", "fp32"])
+def test_by_rule_a_layout_that_nobody_asked_for_does_not_come_alone(clock, chosen):
+    loop = Loop(clock, planned=False, precision=chosen)
+    assert loop.tuner.plan.memory_format == "host"
+    assert all(p.is_contiguous() for p in loop.model.parameters())
+    asked = Loop(clock, planned=False, precision=chosen, memory_format="channels_last")
+    assert asked.tuner.plan.memory_format == "channels_last"
 
 
 @pytest.mark.parametrize("planned", [True, False])

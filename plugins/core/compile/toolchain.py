@@ -16,7 +16,6 @@ from typing import Any
 import psutil
 import torch
 from torch._inductor import config as inductor_config
-from torch._inductor.async_compile import shutdown_compile_workers
 
 from plugins.core.compile.compiled_module import first_line
 from plugins.core.system import devices
@@ -104,6 +103,9 @@ def time_limit(seconds: float) -> Iterator[None]:
     except OutOfTime:
         signal.setitimer(signal.ITIMER_REAL, 0)
         end_new()  # what the compiler's threads started since
+        # here: fifty modules of the compiler, which a run that compiles nothing has no use for
+        from torch._inductor.async_compile import shutdown_compile_workers
+
         shutdown_compile_workers()  # those of torch too: a pool that lost a process would fail the next compile
         raise
     finally:

@@ -7,6 +7,8 @@ import torch
 from plugins.core.system import devices
 from plugins.errors import AccelError
 
+HALF = ("bf16", "fp16")
+
 
 class Unsupported(AccelError):
     """A precision that this device cannot train in; the message is one line."""
