@@ -226,6 +226,8 @@ def run_row(
     """Run the row's rounds from number `first` on; each is told to `done` as soon as it is complete."""
     names = [one.name for one in row.contenders if one.name not in skipped]
     rounds = range(first, 1 if quick else row.rounds)
+    if not rounds:
+        return
     if row.steps is None:
         for number in rounds:
             found = {}
@@ -240,6 +242,8 @@ def run_row(
                             found[name] = process.whole()
                         except Skip as why:
                             skipped[name] = str(why)
+            if not found:  # nothing of this row runs here
+                return
             done(number, found)
         return
     warm_up, turn = row.quick_steps if quick else row.steps
@@ -261,4 +265,6 @@ def run_row(
                 except Skip as why:
                     skipped[name] = str(why)
                     del running[name]
+            if not found:  # nothing of this row runs here
+                return
             done(number, found)

@@ -51,6 +51,7 @@ def draw(
     rows: list[tuple[str, float]],
     title: str = f"Time of {UPDATES} updates with the plug; a full track is the time without it",
     longest: float = 1.0,
+    left: int = LEFT,
 ) -> str:
     """Horizontal bars on tracks that end where a run without the plug does; the same on light and dark pages.
 
@@ -58,25 +59,26 @@ def draw(
         rows: what ran, and its ratio.
         title: over the bars, and of the picture.
         longest: the ratio that fills the room there is for bars; tracks end at 1.
+        left: px for the names.
     """
     height = TOP + len(rows) * (HIGH + GAP) + 12
-    one = SCALE / max(longest, 1.0)
+    one, wide = SCALE / max(longest, 1.0), WIDE - LEFT + left
     told = escape("; ".join([title, *(f"{name} {ratio:.2f}" for name, ratio in rows)]))
     lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDE} {height}" font-size="14" role="img" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {wide} {height}" font-size="14" role="img" '
         f'font-family="system-ui, -apple-system, Segoe UI, Roboto, sans-serif" aria-label="{told}">',
         f"<title>{escape(title)}</title>",
-        f'<rect width="{WIDE}" height="{height}" rx="8" fill="{BACK}"/>',
+        f'<rect width="{wide}" height="{height}" rx="8" fill="{BACK}"/>',
         f'<text x="20" y="30" font-weight="600" fill="{INK}">{escape(title)}</text>',
     ]
     for at, (name, ratio) in enumerate(rows):
         top = TOP + at * (HIGH + GAP)
         middle = top + HIGH - 5
         lines += [
-            f'<text x="{LEFT - 12}" y="{middle}" text-anchor="end" fill="{INK}">{escape(name)}</text>',
-            f'<rect x="{LEFT}" y="{top}" width="{round(one)}" height="{HIGH}" rx="3" fill="{TRACK}"/>',
-            f'<rect x="{LEFT}" y="{top}" width="{round(ratio * one)}" height="{HIGH}" rx="3" fill="{BAR}"/>',
-            f'<text x="{LEFT + SCALE + 14}" y="{middle}" font-weight="600" fill="{INK}">{ratio:.2f}</text>',
+            f'<text x="{left - 12}" y="{middle}" text-anchor="end" fill="{INK}">{escape(name)}</text>',
+            f'<rect x="{left}" y="{top}" width="{round(one)}" height="{HIGH}" rx="3" fill="{TRACK}"/>',
+            f'<rect x="{left}" y="{top}" width="{round(ratio * one)}" height="{HIGH}" rx="3" fill="{BAR}"/>',
+            f'<text x="{left + SCALE + 14}" y="{middle}" font-weight="600" fill="{INK}">{ratio:.2f}</text>',
         ]
     lines.append("</svg>")
     return "\n".join(lines) + "\n"
@@ -93,7 +95,7 @@ def drawn_ratios(results: Results) -> str:
                 if len(each) >= WANTED_ROUNDS:
                     found.append((f"{row.key}: {name}", median(each)))
     longest = max((ratio for _, ratio in found), default=1.0)
-    return draw(found, "CPU time a sample; a full track is that of the row's first contender", longest)
+    return draw(found, "CPU time a sample; a full track is that of the row's first contender", longest, left=470)
 
 
 def write_ratios(results: Results) -> None:

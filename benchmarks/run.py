@@ -64,6 +64,7 @@ def main() -> int:
     parser.add_argument("--again", action="append", default=[], metavar="ROW", help="forget this row's results first")
     parser.add_argument("--quick", action="store_true", help="small sizes, one round: does it run?")
     parser.add_argument("--contenders", type=int, metavar="N", help="only the first N of each row")
+    parser.add_argument("--rounds", type=int, metavar="N", help="until a row has N; a later run goes on")
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--page", type=Path, default=PAGE)
     parser.add_argument("--tables", action="store_true", help="only write the tables and the picture")
@@ -84,7 +85,8 @@ def main() -> int:
     Path(os.environ["YOLO_CONFIG_DIR"]).mkdir(parents=True, exist_ok=True)
     for key in [] if given.tables else given.rows or given.again or known:
         row = known[key]
-        run(replace(row, contenders=row.contenders[: given.contenders]), results, given.quick)
+        rounds = min(row.rounds, given.rounds or row.rounds)
+        run(replace(row, contenders=row.contenders[: given.contenders], rounds=rounds), results, given.quick)
         write(results, given.page)
     write(results, given.page)
     return 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -75,12 +76,13 @@ def first_update(job: Job, plug: Plug = None) -> Figures:
     """Seconds of the process up to the end of its first update."""
     model, found = prepared(job, plug), {}
 
-    def first(trainer: Any) -> None:
-        found.setdefault("first", since_start())
-        trainer.stop = True
+    def first(_: Any) -> None:
+        found["first"] = since_start()
+        raise StopIteration
 
     model.add_callback("on_train_batch_end", first)
-    train(job, model, data(job, job.sized(160, 4), 4), epochs=10)
+    with suppress(StopIteration):
+        train(job, model, data(job, job.sized(160, 4), 4), epochs=10)
     return found
 
 
