@@ -84,6 +84,7 @@ TABLE: dict[str, tuple[Run, str]] = {
     "accel doctor": (Run.COMMAND, ""),
     "accel preflight": (Run.ELSEWHERE, "tests/preflight/test_command.py"),
     "┃ check": (Run.SHOWN, ""),
+    "$ accel preflight": (Run.SHOWN, ""),
     "accel report FOLDER": (Run.COMMAND, ""),
     "accel report RUN RUN2": (Run.COMMAND, ""),
     "accel.log_loss(": (Run.ELSEWHERE, "tests/loop/test_log_loss.py"),
