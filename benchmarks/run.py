@@ -1,8 +1,8 @@
 """The benchmarks: ratios of things run in turn, into one file of results and the tables of BENCHMARKS.md.
 
     python -m benchmarks.run                     # every row that is not in the file yet; about an hour on two cores
-    python -m benchmarks.run yolo-step limit     # some of them
-    python -m benchmarks.run --again yolo-step   # anew
+    python -m benchmarks.run yolo limit-yolo     # some of them
+    python -m benchmarks.run --again yolo        # anew
     python -m benchmarks.run --list
 
 Stopped and started again, it goes on with the round that it was in.
@@ -83,7 +83,7 @@ def main() -> int:
         results.drop(key)
     os.environ.setdefault("YOLO_CONFIG_DIR", str(ROOT / ".cache" / "ultralytics"))
     Path(os.environ["YOLO_CONFIG_DIR"]).mkdir(parents=True, exist_ok=True)
-    for key in [] if given.tables else given.rows or given.again or known:
+    for key in [] if given.tables else dict.fromkeys([*given.rows, *given.again]) or known:
         row = known[key]
         rounds = min(row.rounds, given.rounds or row.rounds)
         run(replace(row, contenders=row.contenders[: given.contenders], rounds=rounds), results, given.quick)

@@ -97,6 +97,7 @@ def measure(job: Job, model: str, precision: str, layout: str) -> Figures:
             with inside():
                 out = layer(given)
             out.backward(gradient)
+            given.grad = None
         optimizer.zero_grad()
 
     counts = {"whole": flops(whole), "alone": flops(alone)}

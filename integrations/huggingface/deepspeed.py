@@ -8,9 +8,8 @@ engine's, with the plug's settings.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
-
-import torch
 
 from integrations.contract import UnsupportedRun
 from integrations.huggingface import versions
@@ -84,17 +83,26 @@ class Engine(Held):
     def __init__(self, trainer: Any, clip_norm: str | float) -> None:
         self._engine = trainer.model_wrapped
         optimizer = self._engine.optimizer
+        if not hasattr(optimizer, "check_grad_overflow") and not trainer.args.fp16:
+            raise UnsupportedRun(
+                f"deepspeed: {type(optimizer).__name__} of this engine skips no update that is not finite; use ZeRO 2 "
+                "where gradients add up in fp32, and update DeepSpeed"
+            )
         super().__init__(optimizer)
-        limit = self._engine.gradient_clipping() if clip_norm == "host" else 0 if clip_norm == "off" else clip_norm
+        own = self._engine.gradient_clipping()
+        limit = own if clip_norm == "host" else 0 if clip_norm == "off" else clip_norm
         self.clip_norm = float(limit)
-        if clip_norm != "host":
-            self.value("clip_grad", float(limit))
-        norms = getattr(optimizer, "compute_grad_norm", True)
-        if self.clip_norm and not norms:
+        self.value("clip_grad", float(limit))  # at `host` too: a resume has loaded that of the run before
+        if self.clip_norm and not getattr(optimizer, "compute_grad_norm", True):
             self.value("compute_grad_norm", True)
-        # in fp32 and with a norm, the norm tells; bf16 may be told not to look
-        if not getattr(optimizer, "check_grad_overflow", True) and (optimizer.dtype == torch.bfloat16 or not norms):
+        if not getattr(optimizer, "check_grad_overflow", True):  # in fp32, or as bf16's config says
             self.value("check_grad_overflow", True)
+
+        def saved(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            state = original(*args, **kwargs)
+            return {**state, "clip_grad": own} if "clip_grad" in state else state
+
+        self.method("state_dict", saved)
 
     @property
     def stepped(self) -> bool:
@@ -103,6 +111,6 @@ class Engine(Held):
 
     @property
     def norm(self) -> float:
-        """L2 norm of the latest update's gradient over all ranks, before clipping; NaN where none was taken."""
-        norm = self._engine.get_global_grad_norm()
+        """L2 norm of the latest update's gradient over all ranks, before clipping; NaN where it was skipped."""
+        norm = self._engine.get_global_grad_norm() if self.stepped else None  # else that of an earlier update
         return math.nan if norm is None else float(norm)

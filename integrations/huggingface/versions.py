@@ -112,7 +112,7 @@ DEEPSPEED = (
     *(Symbol(f"{_ENGINE}.{name}") for name in ("gradient_clipping", "was_step_applied", "get_global_grad_norm")),
     *(Symbol(f"{_ZERO}.{name}") for name in ("clip_grad", "loss_scale", "dtype")),
     Symbol(f"{_ZERO}.compute_grad_norm", "0.19.8", "the norm is always taken"),
-    Symbol(f"{_ZERO}.check_grad_overflow", "0.19.8", "gradients are always checked"),
+    Symbol(f"{_ZERO}.check_grad_overflow", "0.19.8", "refused but in fp16: nothing else is checked"),
 )
 """Of an engine that most installations lack: only its own test asks for these."""
 
@@ -166,8 +166,11 @@ def hold_tail(trainer: Any, arguments: Held, fetched: int) -> None:
     def of_loop(name: str) -> int:
         return int(caller_local(trainer, "_inner_training_loop", name) or 0)
 
-    size, skipped, last = int(trainer.args.gradient_accumulation_steps), of_loop("steps_skipped"), of_loop("step")
-    if not skipped or not 0 < fetched < size or last + 1 + fetched + skipped != of_loop("steps_in_epoch"):
+    size = int(trainer.args.gradient_accumulation_steps)
+    if not 0 < fetched < size:
+        return  # the loop's frame is asked for a tail alone: asking keeps alive what it holds
+    skipped, last = of_loop("steps_skipped"), of_loop("step")
+    if not skipped or last + 1 + fetched + skipped != of_loop("steps_in_epoch"):
         return
     closing = Closing(size)
     closing.last = last + 1 + fetched

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from integrations.shared.pieces import Indivisible, divided
-from plugins.core.step.rescue import OutOfMemory
+from plugins.core.step.rescue import TOLD, OutOfMemory
 from plugins.core.system import memory
 from plugins.loop import nested
 
@@ -57,7 +57,7 @@ def raise_short(error: BaseException, samples: int, update: int) -> None:
     Raises:
         OutOfMemory: it is.
     """
-    if isinstance(error, OutOfMemory) or not memory.is_out_of_memory(error):
+    if isinstance(error, TOLD) or not memory.is_out_of_memory(error):
         return
     memory.let_go(error)
     raise OutOfMemory(

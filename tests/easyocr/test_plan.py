@@ -155,7 +155,7 @@ def test_a_plan_that_turns_compile_on_stays_within_the_budget(options, reads, mo
     monkeypatch.setattr(
         background_compile, "fusable_share", lambda trial, *rest: 0.5 if trial.loss() is not None else 0
     )
-    monkeypatch.setattr(background_compile.memory, "room_for_worker", lambda device: False)
+    monkeypatch.setattr(background_compile.memory, "room_for_worker", lambda device, part=1: False)
     monkeypatch.setitem(SECONDS, "compiled", 0.1)
     monkeypatch.setattr(cost_model, "compile_seconds", lambda *args: 0.1)
     more = {"recompile_budget": 5, "compile_backend": "aot_eager", "num_iter": 30, "valInterval": 30}

@@ -182,7 +182,7 @@ def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         patch.setattr(cost_model, "cannot_gain", lambda *_: "")
         patch.setattr(cost_model, "seconds_to_pay", lambda *_: 0.0)
         patch.setattr(cost_model, "budget", lambda *_: 600.0)
-        patch.setattr(memory, "room_for_worker", lambda device: True)
+        patch.setattr(memory, "room_for_worker", lambda device, part=1: True)
         patch.setattr(
             background_compile, "has_spare_core", lambda device: False
         )  # the run waits, so that it is ready at once

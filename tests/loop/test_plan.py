@@ -93,7 +93,7 @@ def test_compile_is_measured_as_well(clock, monkeypatch, tmp_path, planned):
     monkeypatch.setattr(
         background_compile, "fusable_share", lambda trial, *rest: 0.5 if trial.loss() is not None else 0
     )
-    monkeypatch.setattr(background_compile.memory, "room_for_worker", lambda device: False)
+    monkeypatch.setattr(background_compile.memory, "room_for_worker", lambda device, part=1: False)
     options = {"model": Blocks, "shape": (6,), "seconds": {"compiled": 0.5}, "planned": planned, "precision": "host"}
     measured = Loop(clock, compile="auto", compile_backend="aot_eager", **options).run()
     assert [(s.update, s.plan) for s in measured.tuner.switches] == [(4, Plan("host", "host", "regional"))]
@@ -130,7 +130,7 @@ def test_an_endless_loop_may_compile(clock, monkeypatch):
     monkeypatch.setattr(
         background_compile, "fusable_share", lambda trial, *rest: 0.5 if trial.loss() is not None else 0
     )
-    monkeypatch.setattr(background_compile.memory, "room_for_worker", lambda device: False)
+    monkeypatch.setattr(background_compile.memory, "room_for_worker", lambda device, part=1: False)
     options = {"compile": "auto", "compile_backend": "eager", "precision": "host"}
     loop = Loop(clock, {"compiled": 0.5}, model=Blocks, shape=(6,), left=math.inf, **options).run()
     assert loop.tuner.plan.compile == "regional"

@@ -156,9 +156,10 @@ class BackgroundCompile:
     def _does_not_fit(self, captured: Captured, window_start: WindowStart, budget: float) -> str:
         """Why the first compiled step would not fit into memory: a worker has measured one on a part of the batch."""
         device = self.device
-        if not memory.room_for_worker(device, PART):
-            return "memory has no room to measure a compiled step"
         parts = [call.of_batch(PART) for call in captured.calls]
+        if not memory.room_for_worker(device, min(factor for _, factor in parts)):
+            return "memory has no room to measure a compiled step"
+        self.owner.progress(f"measuring the memory of a compiled step, the run waits, for at most {budget:.0f} s")
         ways = [self.compilation.arguments(self.scope, False)]
         try:
             with window_start.trial.bare():

@@ -35,6 +35,9 @@ class UpdateOutOfMemory(AccelError, torch.OutOfMemoryError):
     """Memory does not suffice for an update. Weights and the optimizer's state may be half an update ahead."""
 
 
+TOLD = (OutOfMemory, UpdateOutOfMemory)  # in one line already, with what to do
+
+
 class Run(Protocol):
     """What is asked and told of the run."""
 
@@ -141,7 +144,7 @@ class Rescue:
         try:
             return call()
         except Exception as error:
-            if isinstance(error, OutOfMemory) or not self._steps or not memory.is_out_of_memory(error):
+            if isinstance(error, TOLD) or not self._steps or not memory.is_out_of_memory(error):
                 raise
             memory.let_go(error)
         found: T = self._repeat(began)
@@ -157,7 +160,7 @@ class Rescue:
                     at.random.put_back()
                     found = at.run()
             except Exception as error:
-                if isinstance(error, OutOfMemory) or not memory.is_out_of_memory(error):
+                if isinstance(error, TOLD) or not memory.is_out_of_memory(error):
                     raise
                 memory.let_go(error)
             else:

@@ -129,7 +129,7 @@ def _groups() -> Iterator[tuple[Path, str, str, str]]:
                     yield (_MOUNT / folder / group, *files)  # type: ignore[misc]
 
 
-def room_for_worker(device: torch.device, part: int = 1) -> bool:
+def room_for_worker(device: torch.device, part: float = 1) -> bool:
     """Whether a second process fits beside this one, which runs one step of this model on a `part`th of the batch."""
     return free_gib(device) > _peak_gib(device) / part + CONTEXT_GIB
 

@@ -95,7 +95,8 @@ class Restored(Probe):
             for tensor in session.parameters():
                 tensor.zero_()
             for name, buffer in session.model.named_buffers():
-                buffer.copy_(self._built.get(name, torch.zeros_like(buffer)))
+                built = self._built.get(name)  # one that has grown since is filled anew by whoever let it
+                buffer.zero_() if built is None or built.shape != buffer.shape else buffer.copy_(built)
         for state in session.optimizer.state.values():
             for value in state.values():
                 if isinstance(value, torch.Tensor):

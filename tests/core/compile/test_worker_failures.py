@@ -165,7 +165,7 @@ def test_a_model_that_cannot_be_pickled_is_one_line(host: Host, tmp_path: Path) 
 
 
 def test_a_worker_that_does_not_fit_into_memory(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(background_compile.memory, "room_for_worker", lambda device: False)
+    monkeypatch.setattr(background_compile.memory, "room_for_worker", lambda device, part=1: False)
     monkeypatch.setattr(compile_worker, "command", lambda: pytest.fail("no worker"))
     assert run(host).plan == COMPILED  # in the run itself
 
@@ -176,7 +176,7 @@ def test_a_hanging_compiler_in_the_run_itself_is_given_up(
     host: Host, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """And leaves the run, and what the compiler started, as if nothing had been."""
-    monkeypatch.setattr(background_compile.memory, "room_for_worker", lambda device: False)
+    monkeypatch.setattr(background_compile.memory, "room_for_worker", lambda device, part=1: False)
     monkeypatch.setattr(cost_model, "budget", lambda *_: 20.0)
     hangs = f"echo $$ >> {tmp_path}/pids; sleep 600; true"
     slow = compiler(tmp_path, f"case $* in *--version*) echo g++ 13.2;; *) {hangs};; esac")
