@@ -53,7 +53,7 @@ lint: $(READY)
 	$(BIN)/mypy
 
 bench: $(READY)
-	$(BIN)/python -m benchmarks.run $(ROWS)
+	$(BIN)/python -m benchmarks $(ROWS)
 
 why: $(READY)
 	$(BIN)/python examples/why.py

@@ -1,4 +1,4 @@
-"""What every row of `python -m benchmarks.run` shares: contenders as values, run in turn, each in a process of its own.
+"""What every row of `python -m benchmarks` shares: contenders as values, run in turn, each in a process of its own.
 
 A contender is a name and a function. In a row of steps the function trains and calls `job.turns.done(units)` after
 each step: its process then waits while the others take their turn. In a row of whole runs the function returns

@@ -2,7 +2,7 @@
 
     python benchmarks/picture.py
 
-And docs/ratios.svg from the results of `python -m benchmarks.run`, which calls this.
+And docs/ratios.svg from the results of `python -m benchmarks`, which calls this.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Every section of `python -m benchmarks.run`, in the order in which BENCHMARKS.md shows them."""
+"""Every section of `python -m benchmarks`, in the order in which BENCHMARKS.md shows them."""
 
 from __future__ import annotations
 

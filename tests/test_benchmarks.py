@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from benchmarks import run as command
+from benchmarks import __main__ as command
 from benchmarks.harness import Contender, Figure, Row, Section
 from benchmarks.registry import SECTIONS, rows
 from benchmarks.results import Results, ratios, spread
@@ -20,7 +20,7 @@ def bench(tmp_path, monkeypatch):
 
     def main(*words):
         files = ["--results", str(tmp_path / "results.json"), "--page", str(tmp_path / "page.md")]
-        monkeypatch.setattr(sys, "argv", ["benchmarks.run", *words, *files])
+        monkeypatch.setattr(sys, "argv", ["benchmarks", *words, *files])
         assert command.main() == 0
         return json.loads((tmp_path / "results.json").read_text()), (tmp_path / "page.md").read_text()
 
@@ -42,7 +42,7 @@ def test_a_row_in_quick_size(bench, capsys, key, count):
 
 
 def test_quick_figures_do_not_go_into_the_file_of_results(monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["benchmarks.run", "core-10", "--quick"])
+    monkeypatch.setattr(sys, "argv", ["benchmarks", "core-10", "--quick"])
     with pytest.raises(SystemExit):
         command.main()
 

@@ -49,7 +49,8 @@ def test_answers_outside_the_input():
         "end_positions": torch.tensor([2, 8, 3]),
     }
     assert rule.count(batch) == 1
-    assert "outside the input" in rule.lost(batch)
+    assert rule.loses(batch)
+    assert not rule.loses({**batch, "end_positions": torch.tensor([2, 8, 9])})
 
 
 def test_a_model_of_the_user_is_not_known():

@@ -1,9 +1,9 @@
 """The benchmarks: ratios of things run in turn, into one file of results and the tables of BENCHMARKS.md.
 
-    python -m benchmarks.run                     # every row that is not in the file yet; about an hour on two cores
-    python -m benchmarks.run yolo limit-yolo     # some of them
-    python -m benchmarks.run --again yolo        # anew
-    python -m benchmarks.run --list
+    python -m benchmarks                     # every row that is not in the file yet; about an hour on two cores
+    python -m benchmarks yolo limit-yolo     # some of them
+    python -m benchmarks --again yolo        # anew
+    python -m benchmarks --list
 
 Stopped and started again, it goes on with the round that it was in.
 """
