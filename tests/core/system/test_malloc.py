@@ -56,8 +56,9 @@ def test_kept_memory_saves_a_steps_page_faults_and_is_given_back() -> None:
 
 @pytest.fixture
 def values(monkeypatch: pytest.MonkeyPatch) -> list[dict[int, int]]:
-    """What the allocator was told; it takes all."""
+    """What the allocator was told; it takes all. No run of another test holds it."""
     told: list[dict[int, int]] = []
+    monkeypatch.setattr(malloc, "_holders", set())
     monkeypatch.setattr(malloc, "_set", lambda values: told.append(values) or True)
     return told
 
