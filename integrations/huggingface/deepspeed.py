@@ -92,7 +92,7 @@ class Engine(Held):
         own = self._engine.gradient_clipping()
         limit = own if clip_norm == "host" else 0 if clip_norm == "off" else clip_norm
         self.clip_norm = float(limit)
-        self.value("clip_grad", float(limit))  # at `host` too: a resume has loaded that of the run before
+        self.value("clip_grad", self.clip_norm)  # at `host` too: a resume has loaded that of the run before
         if self.clip_norm and not getattr(optimizer, "compute_grad_norm", True):
             self.value("compute_grad_norm", True)
         if not getattr(optimizer, "check_grad_overflow", True):  # in fp32, or as bf16's config says

@@ -110,7 +110,7 @@ _ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
 _ZERO = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer"
 DEEPSPEED = (
     *(Symbol(f"{_ENGINE}.{name}") for name in ("gradient_clipping", "was_step_applied", "get_global_grad_norm")),
-    *(Symbol(f"{_ZERO}.{name}") for name in ("clip_grad", "loss_scale", "dtype")),
+    *(Symbol(f"{_ZERO}.{name}") for name in ("clip_grad", "loss_scale")),
     Symbol(f"{_ZERO}.compute_grad_norm", "0.19.8", "the norm is always taken"),
     Symbol(f"{_ZERO}.check_grad_overflow", "0.19.8", "refused but in fp16: nothing else is checked"),
 )

@@ -19,7 +19,7 @@ from plugins.hf import AccelCallback
 from tests.huggingface.heads import Rows, batch_for
 from tests.huggingface.runs import STATEFUL, losses, trainer_for
 from tests.huggingface.sharded_ranks import with_dropout
-from tests.huggingface.text import TokenRows, pad
+from tests.huggingface.text import TokenRows, pad, unpadded
 
 HEADS = ("bert-token", "gpt2-causal", "vit-image")
 STAGES = (1, 2)
@@ -164,11 +164,7 @@ def scaled(folder: Path) -> dict[str, Any]:
 
 def buckets(folder: Path) -> dict[str, Any]:
     """Shapes that each rank sees a step, and the weights after an epoch in one update with a ragged tail."""
-    batch = batch_for("bert-token", 23, uneven=True)
-    rows = [
-        {"input_ids": ids[: int(mask.sum())].tolist(), "labels": labels[: int(mask.sum())].tolist()}
-        for ids, mask, labels in zip(batch["input_ids"], batch["attention_mask"], batch["labels"], strict=True)
-    ]
+    rows = unpadded(batch_for("bert-token", 23, uneven=True))
     trainer, spy = trained_by(
         2, "bert-token", folder, batch=TokenRows(rows), options={"buckets": [4, 8, 12]}, max_steps=1,
         gradient_accumulation_steps=6, train_sampling_strategy="random", extra={"data_collator": pad},

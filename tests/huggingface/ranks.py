@@ -14,6 +14,7 @@ from transformers import Trainer
 from plugins.hf import AccelCallback
 from tests.huggingface.heads import HEADS, batch_for
 from tests.huggingface.runs import losses, trainer_for
+from tests.huggingface.text import TokenRows, pad, unpadded
 
 SPLITS = ((5, 1), (3, 2), (1, 5))
 """Samples a micro-batch, micro-batches an update."""
@@ -120,13 +121,7 @@ def compiled(folder: Path) -> dict[str, Any]:
 
 def buckets(folder: Path) -> dict[str, Any]:
     """Shapes that each rank sees a step, and the gradient of an epoch in one update with a ragged tail."""
-    batch = batch_for("bert-token", 23, uneven=True)
-    rows = [
-        {"input_ids": ids[: int(mask.sum())].tolist(), "labels": labels[: int(mask.sum())].tolist()}
-        for ids, mask, labels in zip(batch["input_ids"], batch["attention_mask"], batch["labels"], strict=True)
-    ]
-    from tests.huggingface.text import TokenRows, pad
-
+    rows = unpadded(batch_for("bert-token", 23, uneven=True))
     trainer, spy = trainer_for(
         "bert-token",
         folder,

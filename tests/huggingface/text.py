@@ -35,3 +35,12 @@ def pad(features: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
         tokens = isinstance(features[0]["labels"], list)
         batch["labels"] = torch.tensor([fill(f["labels"], -100) if tokens else f["labels"] for f in features])
     return batch
+
+
+def unpadded(batch: dict[str, torch.Tensor]) -> list[dict[str, list[int]]]:
+    """The samples of a padded batch, as `TokenRows` takes them: tokens and their labels, each [its length]."""
+    columns = zip(batch["input_ids"], batch["attention_mask"], batch["labels"], strict=True)
+    return [
+        {"input_ids": ids[: int(mask.sum())].tolist(), "labels": labels[: int(mask.sum())].tolist()}
+        for ids, mask, labels in columns
+    ]

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from plugins.core.plan import Plan, Timing
-from plugins.core.step.precision import bf16_is_fast
+from plugins.core.step.precision import HALF, bf16_is_fast
 
 TRIAL_SHARE = 0.02  # of the time that is left: what trials may cost in all
 COMPILE_SHARE = 0.10  # of the time that is left: what a compile that is likely to pay may cost
@@ -64,7 +64,7 @@ def cannot_gain(modules: Sequence[nn.Module], device: torch.device) -> str:
 
 def too_little_to_fuse(fusable: float, device: torch.device, precision: str) -> str:
     """Why a step of which this share can be fused would not pay compiled whatever is left of the run, or empty."""
-    if device.type == "cpu" and precision in ("bf16", "fp16") and fusable < HALF_SHARE:
+    if device.type == "cpu" and precision in HALF and fusable < HALF_SHARE:
         return f"{fusable:.0%} of a step can be fused; in {precision} on a CPU compile needs {HALF_SHARE:.0%} to gain"
     return ""
 

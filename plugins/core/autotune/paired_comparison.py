@@ -16,6 +16,7 @@ from plugins.core.compile.decision import CompileOutcome, CompileResult
 from plugins.core.compile.manager import Code, CompileManager
 from plugins.core.compile.toolchain import OutOfTime, time_limit
 from plugins.core.plan import Plan, Timing
+from plugins.core.step.precision import HALF
 
 TRIAL_FAILED = CompileOutcome(CompileResult.TRIAL_FAILED, "its trial failed", retryable=False)
 FLOOR = 1e-3  # of the largest gradient: what a parameter's may be off by without being wrong
@@ -144,7 +145,7 @@ def adds_up(trial: Trial, model: nn.Module, plan: Plan, owner: Owner) -> bool:
     CUDA graphs overwrite what lies in their memory: a gradient that is to be added to, or a loss that the host still
     holds (which raises).
     """
-    tolerance = 1e-2 if plan.precision in ("bf16", "fp16") else 1e-3
+    tolerance = 1e-2 if plan.precision in HALF else 1e-3
     trained = [p for p in model.parameters() if p.requires_grad]
     state = random_state()
     owner.clear_gradients()
