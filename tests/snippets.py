@@ -7,10 +7,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
+from textwrap import dedent
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = ["README.md", "CONTRIBUTING.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))]
-FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
+FENCED = re.compile(r"^ *```(\w*)\n(.*?)^ *```$", re.M | re.S)  # an item of a list indents its block
 INLINE = re.compile(r"`([^`]+)`")
 RUNNABLE = re.compile(
     r"(accel|python|torchrun|yolo|pip|make|mkdocs) [\w.\"-]"
@@ -90,6 +91,7 @@ TABLE: dict[str, tuple[Run, str]] = {
     "accel.log_loss(": (Run.ELSEWHERE, "tests/loop/test_log_loss.py"),
     "B is 1.": (Run.ELSEWHERE, "tests/test_report_command.py"),
     "accel repair FILE": (Run.COMMAND, ""),
+    "$ accel repair": (Run.SHOWN, ""),
     "accel find-batch": (Run.ELSEWHERE, "tests/find_batch/test_command_line.py"),
     "accel fit CONFIG": (Run.SHOWN, ""),
     "limit 1.50 GiB": (Run.SHOWN, ""),
@@ -112,7 +114,7 @@ TABLE: dict[str, tuple[Run, str]] = {
 
 def snippets(text: str) -> Iterator[Snippet]:
     """In the document's order of kinds: fenced blocks (commands a line each), then what can be run inline."""
-    for language, block in FENCED.findall(text):
+    for language, block in ((language, dedent(block)) for language, block in FENCED.findall(text)):
         if not language and RUNNABLE.match(block):
             yield from (Snippet("command", line.partition(" #")[0].strip()) for line in block.splitlines() if line)
         else:
