@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import tempfile
 from collections.abc import Callable
@@ -29,7 +30,7 @@ class AtomicPath(type(Path())):  # type: ignore[misc]
         return view.nbytes
 
 
-def write_atomically(path: Path, write: Callable[[BinaryIO], Any]) -> None:
+def write_atomically(path: Path, write: Callable[[Any], Any]) -> None:
     """Write a file so that it is the old one or the new one at every instant, also after a power cut.
 
     Raises:
@@ -43,7 +44,9 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], Any]) -> None:
         raise _naming(path, error) from error
     try:
         with os.fdopen(handle, "wb") as file:
-            write(file)
+            given = _Given(file)
+            write(given)
+            given.check()
             file.flush()
             os.fsync(file.fileno())
         _keep_mode(path, name)
@@ -54,6 +57,33 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], Any]) -> None:
             raise _naming(path, error) from error
         raise
     _sync_folder(path.parent)
+
+
+class _Given(io.RawIOBase):
+    """The file as its writer sees it: a full disk is told once the writer is done.
+
+    `torch.save` turns an error of the file into one of its own, which names neither the disk nor the file.
+    """
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self._error: OSError | None = None
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        if self._error is None:
+            try:
+                return self._file.write(data)
+            except OSError as error:
+                self._error = error
+        return memoryview(data).nbytes
+
+    def check(self) -> None:
+        """Raises the OSError that a write met."""
+        if self._error is not None:
+            raise self._error
 
 
 def _naming(path: Path, error: OSError) -> OSError:

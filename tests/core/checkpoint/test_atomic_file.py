@@ -3,6 +3,8 @@ from __future__ import annotations
 import errno
 import os
 import random
+import re
+import resource
 import signal
 import stat
 import subprocess
@@ -66,6 +68,19 @@ def test_an_error_of_the_writer_passes_through(error: BaseException, file: Path)
     with pytest.raises(type(error)) as caught:
         write_atomically(file, write)
     assert caught.value is error
+    assert file.read_bytes() == OLD
+    assert [f.name for f in file.parent.iterdir()] == ["last.pt"]
+
+
+def test_a_disk_that_fills_up_under_torch_save_is_told_as_such(file: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        with pytest.raises(OSError, match=re.escape(str(file))) as caught:
+            write_atomically(file, lambda out: torch.save({"weight": torch.zeros(10000)}, out))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert caught.value.errno == errno.EFBIG  # the limit of a file stands for the end of the disk
     assert file.read_bytes() == OLD
     assert [f.name for f in file.parent.iterdir()] == ["last.pt"]
 
