@@ -14,12 +14,13 @@ class Rescue(Protocol):
     def limit(self) -> int | None:
         """The most samples that one forward may have, since memory ran out; None before."""
 
-    def held_by(self, again: Callable[[], None], keep: Callable[[], str] = ...) -> None:
+    def held_by(self, again: Callable[[], None], keep: Callable[[], str] = ..., begins_anew: bool = ...) -> None:
         """What the host has to do.
 
         Args:
             again: the window is done again: forget what was summed up in it.
             keep: the run cannot go on: save what there is; says where, in a few words, or nothing.
+            begins_anew: the host begins the whole run anew, and knows a lack of memory by its words.
         """
 
     def note(self, step: Callable[[], Any], samples: int, cannot: Callable[[], str] = ...) -> None:

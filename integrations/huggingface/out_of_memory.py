@@ -33,12 +33,17 @@ class Pieces:
         self.trainer, self.session, self.losses = trainer, session, losses
 
     @property
+    def begins_anew(self) -> bool:
+        """Where memory runs out the host begins the whole run with a smaller batch."""
+        return bool(self.trainer.args.auto_find_batch_size)
+
+    @property
     def guards(self) -> bool:
-        """Whether a window may be done again; the host's own `auto_find_batch_size` begins the whole run anew.
+        """Whether a window may be done again.
 
         DeepSpeed's engine would take every piece for a micro-batch, and step at the first.
         """
-        return not (self.trainer.args.auto_find_batch_size or is_deepspeed(self.trainer))
+        return not (self.begins_anew or is_deepspeed(self.trainer))
 
     def of(self, inputs: Any) -> list[Any]:
         """Pieces of a batch, as small as they have to be by now."""

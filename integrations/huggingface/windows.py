@@ -55,7 +55,7 @@ class Windows:
         if engine is not None:
             session.measure_nothing("DeepSpeed's engine owns the gradients")
             session.warn(OFF)
-        session.rescue.held_by(again=lambda: self._recount(), keep=self.pieces.keep)
+        session.rescue.held_by(lambda: self._recount(), self.pieces.keep, self.pieces.begins_anew)
 
     def get_batch_samples(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Note how many micro-batches the host has fetched for the next window, and keep them where asked to."""

@@ -7,6 +7,7 @@ import torch
 from transformers import Trainer
 
 from integrations.huggingface import versions
+from plugins.core.step.update import Update
 from tests import reference
 from tests.huggingface.heads import Rows, batch_for
 from tests.huggingface.plugged import RUN_PATCHES, SPLIT, right_gradients
@@ -105,6 +106,21 @@ def test_out_of_memory_keeps_the_effective_batch(tmp_path):
     assert (facts["window"]["accumulate"], facts["window"]["micro_batch"], facts["window"]["updates"]) == (4, 4, 2)
     assert any("8 x 2 becomes 4 x 4" in line for line in facts["warnings"])
     assert trainer.args.gradient_accumulation_steps == 2
+
+
+def test_out_of_memory_as_an_update_begins_is_the_host_s_to_retry(tmp_path, monkeypatch):
+    def tight(self, *args, **kwargs):
+        if trainer._train_batch_size > 4:
+            raise RuntimeError("CUDA out of memory. Tried to allocate")
+        return ready(self, *args, **kwargs)
+
+    ready = Update.prepare_update
+    monkeypatch.setattr(Update, "prepare_update", tight)
+    trainer, spy = trainer_for("bert-token", tmp_path, 16, max_steps=1, auto_find_batch_size=True,
+                               per_device_train_batch_size=8, gradient_accumulation_steps=2)  # fmt: skip
+    trainer.train()
+    assert reference.difference(spy.gradients[0], right_gradients(size=16)) <= 1e-6
+    assert report(tmp_path)["window"]["micro_batch"] == 4
 
 
 def test_where_no_batch_fits_the_host_s_own_words_are_said(tmp_path):

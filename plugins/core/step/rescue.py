@@ -105,15 +105,19 @@ class Rescue:
         self._all_noted = True  # the micro-batches of the window at hand
         self._again: Callable[[], None] = lambda: None
         self._keep: Callable[[], str] = lambda: ""
+        self._begins_anew = False
 
-    def held_by(self, again: Callable[[], None], keep: Callable[[], str] = lambda: "") -> None:
+    def held_by(
+        self, again: Callable[[], None], keep: Callable[[], str] = lambda: "", begins_anew: bool = False
+    ) -> None:
         """What a host has to do.
 
         Args:
             again: before the window is done again: forget what was summed up in it.
             keep: the run cannot go on: save what there is; says where, in a few words, or nothing.
+            begins_anew: the host begins the whole run anew, and knows a lack of memory by its words.
         """
-        self._again, self._keep = again, keep
+        self._again, self._keep, self._begins_anew = again, keep, begins_anew
 
     # -- a host's batch ------------------------------------------------------------------------------------------
 
@@ -222,7 +226,8 @@ class Rescue:
         try:
             yield
         except Exception as error:
-            if isinstance(error, UpdateOutOfMemory) or not memory.is_out_of_memory(error):
+            told = self._begins_anew or isinstance(error, UpdateOutOfMemory)
+            if told or not memory.is_out_of_memory(error):
                 raise
             memory.let_go(error)
             self.run.clear_gradients()
