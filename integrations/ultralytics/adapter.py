@@ -41,7 +41,7 @@ class Adapter(NotCopied):
         self._callbacks = {
             "on_train_epoch_start": Hook(self._epoch_start),
             "on_train_batch_start": Hook(self._batch_start),
-            "on_train_batch_end": Hook(self._batch_end),
+            "on_train_batch_end": Hook(lambda _: self.session.idle()),
             "on_train_epoch_end": Hook(self._epoch_end),
         }
         self._resumed: dict[str, Any] | None = None
@@ -128,7 +128,7 @@ class Adapter(NotCopied):
 
     def _patch(self) -> None:
         trainer, put = self.trainer, self.patches.put
-        self.stepping = Stepping(trainer, self.session, self.patches, self._due)
+        self.stepping = Stepping(trainer, self.session, self.patches, self._closes)
         self._preprocess = self.patches.around(trainer, "preprocess_batch", self._preprocess_batch)
         self._train_mode = put(trainer, "_model_train", self._model_train)
         if versions.PIPELINE.here:
@@ -228,8 +228,10 @@ class Adapter(NotCopied):
         """Micro-batches after which this window closes; by the host's own rule that changes in warm-up."""
         return self.size or schedule.host_window(self.trainer, self._index, self._nominal)
 
-    def _batch_end(self, _: Any) -> None:
-        self.session.idle()
+    def _closes(self) -> int:
+        """As `_due`; the last batch that a window may have closes it too, before callbacks see the epoch's weights."""
+        left = self._left() if self.crosses_epochs else len(self.trainer.train_loader) - self._index
+        return 1 if left == 1 else self._due()
 
     def _set_rates(self, update: int) -> None:
         if self.size is not None:
@@ -237,9 +239,8 @@ class Adapter(NotCopied):
             schedule.warm_up(self.trainer, update, an_epoch if self.crosses_epochs else math.ceil(an_epoch))
 
     def _epoch_end(self, trainer: Any) -> None:
-        """Before validation and saving: flush the tail of the training, or of an epoch that a window may not cross."""
-        final = trainer.epoch + 1 >= trainer.epochs or trainer.stop
-        if final or not self.crosses_epochs:
+        """Before validation and saving: close what a stop has left of a window."""
+        if trainer.epoch + 1 >= trainer.epochs or trainer.stop or not self.crosses_epochs:
             self.stepping.close()
         self._ranks.gather()
 

@@ -58,6 +58,22 @@ def test_11217_the_tail_of_the_last_epoch_is_not_lost(train: Train) -> None:
     assert run.report["window"]["dropped_micro_batches"] == 0
 
 
+def test_the_tail_is_in_the_weights_that_a_callback_finds_at_the_end_of_the_last_epoch(train: Train) -> None:
+    found = {}
+
+    def weights(trainer):
+        return {name: value.clone() for name, value in trainer.model.state_dict().items()}
+
+    def note(trainer):
+        found["at the end of the epoch"] = weights(trainer)
+        trainer.ema.ema.model[0].conv.weight.data[0] = 1.0e5  # as in the host's own test of checkpoints
+
+    run = train(accel={"accumulate": 4}, images=10, batch=2, epochs=1, callbacks={"on_train_epoch_end": note})
+    last = weights(run.trainer)
+    assert all(torch.equal(value, last[name]) for name, value in found["at the end of the epoch"].items())
+    assert run.trainer.ema.ema.model[0].conv.weight[0].unique().tolist() == [1.0e5]
+
+
 def test_18473_four_by_four_is_one_by_sixteen(train: Train) -> None:
     """One micro-batch without any object. (fp64 to 1e-12: test_losses.py.)"""
     run = train(
