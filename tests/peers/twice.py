@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,6 +27,7 @@ class Suite:
         root: the folder that pytest runs in.
         offline: variables of its environment.
         allowed: tests that may differ, as patterns of their names, and why.
+        prepare: puts what a run downloads into the folder it is given; returns variables of the environment.
     """
 
     package: str
@@ -35,6 +36,7 @@ class Suite:
     root: Path
     offline: Mapping[str, str]
     allowed: Mapping[str, str]
+    prepare: Callable[[Path], dict[str, str]] = lambda scratch: {}
 
     def compare(self, arguments: list[str]) -> int:
         """Print what differs; 1 where a test passes alone and not with the plug, and is not allowed to."""
@@ -56,7 +58,8 @@ class Suite:
         """
         with tempfile.TemporaryDirectory() as scratch:
             log = Path(scratch) / "outcomes.xml"
-            environment = {**os.environ, **self.offline, "ACCEL_CACHE_DIR": scratch}
+            prepared = self.prepare(Path(scratch))
+            environment = {**os.environ, **self.offline, **prepared, "ACCEL_CACHE_DIR": scratch}
             environment["PYTHONPATH"] = _before(self.plugin.parent, "PYTHONPATH")
             environment["PATH"] = _before(Path(sys.executable).parent, "PATH")
             if plug:
