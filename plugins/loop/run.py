@@ -125,7 +125,6 @@ class LoopRun(ABC):
         Raises:
             AccelError: something in `extra` that could not be loaded in this way.
         """
-        loop_checkpoint.check_plain(extra)
         live = self.average.unswapped() if self.average is not None else nullcontext()  # also inside `validation`
         with live, self._step.gradients_inside():
             opened = {"tuned": True} if self._tuning.opened else {}
