@@ -78,6 +78,35 @@ def test_an_optimizer_whose_state_has_a_form_of_its_own_resumes_bit_for_bit(tmp_
         accelerated(narrow, torch.optim.SGD(narrow.parameters(), 0.1)).resume(path)
 
 
+class Seen(torch.nn.Module):
+    """Its buffer grows, and makes room for itself as it is loaded, as observers of a quantisation do."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = net()
+        self.register_buffer("seen", torch.zeros(0, 8))
+
+    def forward(self, x):
+        self.seen = torch.cat([self.seen, x[:1]])
+        return self.net(x)
+
+    def _load_from_state_dict(self, state, prefix, *rest):
+        self.seen = torch.empty_like(state[f"{prefix}seen"])
+        super()._load_from_state_dict(state, prefix, *rest)
+
+
+def test_a_buffer_that_grows_is_saved_and_resumed(tmp_path):
+    first, second = (accelerated(Seen(), ema=0.9) for _ in range(2))
+    step(first)
+    step(first)
+    second.resume(first.save(tmp_path / "last.pt"))
+    for accel in (first, second):
+        step(accel)
+    assert off(first.model, second.model) == 0
+    assert torch.equal(first.model.seen, second.model.seen)
+    assert len(second.weights()["seen"]) == 3
+
+
 class Remembers(torch.optim.SGD):
     def step(self, closure=None):
         super().step()

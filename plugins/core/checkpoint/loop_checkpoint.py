@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import re
 from collections.abc import Iterator, Mapping
@@ -16,7 +17,7 @@ from torch.utils._pytree import tree_map
 
 from plugins.core.checkpoint.atomic_file import on_cpu, write_atomically
 from plugins.core.checkpoint.by_rank import of_this_rank, with_all_ranks
-from plugins.core.checkpoint.module_names import own_state
+from plugins.core.checkpoint.module_names import load_own_state, own_state
 from plugins.core.checkpoint.plain_file import NotPlain, read_plain
 from plugins.core.system.sharding import holds_shards
 from plugins.errors import AccelError
@@ -113,7 +114,7 @@ def belonging(path: Path, session: Run, scheduler: Any) -> dict[str, Any]:
     state, model, optimizer = read(path), session.model, session.optimizer
     here, there = own_state(model), state["model"]
     odd = next((name for name in {**here, **there} if _shape(here, name) != _shape(there, name)), None)
-    if odd is not None:
+    if odd is not None and not _takes(model, there):
         raise AccelError(f"{path}: of another model: {odd} is {_shape(there, odd)} there, {_shape(here, odd)} here")
     for name, kind in kinds(optimizer, scheduler).items():
         if (saved := state.get("kinds", {}).get(name, kind)) != kind:
@@ -163,6 +164,15 @@ def check_plain(values: Mapping[str, Any], of: str = "") -> None:
                 f"save: {of}{name} holds {kind}; allowed are numbers, text, tensors, lists and dicts, and classes that "
                 "torch.serialization.add_safe_globals was given"
             ) from None
+
+
+def _takes(model: nn.Module, state: dict[str, Any]) -> bool:
+    """Whether the model makes room for this state as it loads it, as observers of a quantisation do."""
+    try:
+        load_own_state(copy.deepcopy(model), state)
+    except Exception:
+        return False
+    return True
 
 
 def _shape(state: dict[str, Any], name: str) -> Any:
