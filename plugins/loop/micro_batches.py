@@ -43,6 +43,7 @@ class LoopStep:
         if self._arrived is None:
             self._gradients.clear()
             self.session.arrived()
+            self.session.training_mode()  # the loop may have set it
             self._arrived = samples
             if not self.session.report.window.micro_batch:
                 self.session.describe_window(samples)

@@ -58,18 +58,23 @@ class LoopRun(ABC):
     @contextmanager
     def validation(self) -> Iterator[nn.Module]:
         """The model in eval mode, with the averaged weights where there is an EMA; all is put back after it."""
-        training, self._validating = self.model.training, True
+        modes, self._validating = {module: module.training for module in self.model.modules()}, True
         swapped = self.average.swapped() if self.average is not None else nullcontext()
         try:
             with self.session.validation(), swapped, torch.no_grad():
-                self.model.eval()
-                yield self.model
+                try:
+                    self.model.eval()
+                    yield self.model
+                finally:  # before the weights: `eval` may have merged into them what `train` takes out
+                    self.model.train(modes[self.model])
+                    for module, training in modes.items():
+                        module.training = training
         finally:
             self._validating = False
-            self.train(training)
+            self.session.training_mode()
 
     def train(self, mode: bool = True) -> None:
-        """Training mode; BatchNorm layers that the settings freeze stay in eval mode."""
+        """As `model.train()`; BatchNorm layers that the settings freeze stay in eval mode with either."""
         self.model.train(mode)
         self.session.training_mode()
 
