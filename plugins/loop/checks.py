@@ -73,8 +73,23 @@ def check_schedule(scheduler: Any) -> None:
         )
 
 
+def check_loss(loss: Any) -> None:
+    """Raises AccelError on what is no mean loss."""
+    if not isinstance(loss, Tensor):
+        raise AccelError(
+            f"backward: the loss is {type(loss).__name__}: expected a tensor with one number, or a list of (mean loss, "
+            "targets)"
+        )
+    if loss.numel() != 1:
+        raise AccelError(
+            f"backward: a loss of shape {list(loss.shape)}: expected one number, the mean over its targets"
+        )
+
+
 def check_weight(weight: Any) -> None:
     """Raises AccelError on what is no count of targets."""
+    if isinstance(weight, Tensor) and weight.numel() != 1:
+        raise AccelError(f"backward: weight of shape {list(weight.shape)}: expected one count of targets")
     if not isinstance(weight, Tensor) and not (isinstance(weight, Real) and 0 <= float(weight) < math.inf):
         raise AccelError(f"backward: weight={weight!r}: expected a count of targets, 0 or more")
 

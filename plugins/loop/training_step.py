@@ -63,7 +63,7 @@ class TrainingStep(LoopRun):
                 memory for a batch that cannot be divided; then it is a `torch.OutOfMemoryError` as well.
         """
         self._tuning.before(batch)
-        missing = weight is None and not nested.samples(batch)
+        missing = weight is None and not any(tensor.dim() for tensor in nested.tensors(batch))
 
         def parts(batch: Any) -> list[Part]:
             pieces = whole_or_weighed(batch, 0 if missing else weight, self.session.rescue.limit)

@@ -53,7 +53,7 @@ class LoopTuning:
     def __init__(self, config: AccelConfig, session: Session, layout: Layout, replay: Replay, measured: bool) -> None:
         self.config, self.session, self.layout, self.replay, self.measured = config, session, layout, replay, measured
         self.opened = False  # by `batches`, after the run was built by rule
-        self._left = 0
+        self._left, self._total = 0, math.inf
 
     def measure(self) -> None:
         """From here on what is `auto` is measured, if nothing was trained yet."""
@@ -66,12 +66,10 @@ class LoopTuning:
             self.session.open_plan(start)
 
     def left(self, loader: Iterable[Any], epochs_left: int, done: int) -> None:
-        """`done` micro-batches of the loader's are behind us."""
-        try:
-            total: float = len(loader) * epochs_left  # type: ignore[arg-type]
-        except TypeError:
-            total = math.inf
-        self._left = int(max(min(total - done, ENDLESS), 0))
+        """`done` micro-batches of the loader's are behind us: its length is asked for once, by who measures."""
+        if not done:
+            self._total = _length(loader) * epochs_left if self.measured and self.session.waits else math.inf
+        self._left = int(max(min(self._total - done, ENDLESS), 0))
 
     def before(self, batch: Any) -> None:
         """At a micro-batch, before its forward: try plans on the model's calls of the one before."""
@@ -158,6 +156,14 @@ def by_rule(config: AccelConfig, model: nn.Module, device: torch.device) -> Acce
     wanted = {"auto": dtype in precision.HALF, "channels_last": True, "host": False}[config.memory_format]
     layout = "channels_last" if wanted and may else "host"
     return config.model_copy(update={"precision": dtype, "memory_format": layout})
+
+
+def _length(loader: Iterable[Any]) -> float:
+    """Of a loader that says it; a data set's own `__len__` may refuse in a way of its own."""
+    try:
+        return len(loader)  # type: ignore[arg-type]
+    except Exception:
+        return math.inf
 
 
 def _checked(loss: Callable[[], Tensor]) -> Tensor:
