@@ -66,7 +66,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
 
 def check_schedule(scheduler: Any) -> None:
     """Raises AccelError on a schedule that needs more than to be stepped (ReduceLROnPlateau: a metric)."""
-    if needed := _needed(type(scheduler).step):
+    if scheduler is not None and (needed := _needed(type(scheduler).step)):
         raise AccelError(
             f"schedule={type(scheduler).__name__}: its step needs {', '.join(needed)}; leave schedule out and step it "
             "yourself, after validation"
@@ -84,6 +84,12 @@ def check_loss(loss: Any) -> None:
         raise AccelError(
             f"backward: a loss of shape {list(loss.shape)}: expected one number, the mean over its targets"
         )
+
+
+def check_accumulate(count: Any) -> None:
+    """Raises AccelError on what is no count of micro-batches."""
+    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+        raise AccelError(f"accumulate={count!r}: expected micro-batches an update, 1 or more")
 
 
 def check_weight(weight: Any) -> None:

@@ -21,6 +21,7 @@ from plugins.core.step.ema import EMA
 from plugins.core.system.sharding import reshard, whole
 from plugins.core.telemetry.losses import thinned
 from plugins.errors import AccelError
+from plugins.loop.checks import check_accumulate, check_optimizer, check_schedule
 from plugins.loop.micro_batches import LoopStep
 from plugins.loop.tuning import LoopTuning
 from plugins.trial_run import loop as trial
@@ -32,18 +33,14 @@ class LoopRun(ABC):
     """The part of `plugins.loop.Accelerated` that trains nothing; that class builds every attribute.
 
     Attributes:
-        model: as the user gave it; `_bare` is the module inside, whose names the files have.
-        accumulate: micro-batches an update.
         session: the run.
         average: the moving average of the weights, or None.
-        scheduler: stepped once an update, or None.
     """
 
-    model: nn.Module
-    accumulate: int
     session: Session
     average: EMA | None
-    scheduler: Any
+    _given: nn.Module
+    _host_clip_norm: float | None
     _bare: nn.Module
     _step: LoopStep
     _tuning: LoopTuning
@@ -52,6 +49,49 @@ class LoopRun(ABC):
     @abstractmethod
     def flush(self) -> Outcome | None:
         """Closes a window that is not full."""
+
+    # -- what a loop may exchange while it runs ------------------------------------------------------------------
+
+    @property
+    def model(self) -> nn.Module:
+        """As the user gave it; `_bare` is the module inside, whose names the files have. Another one is another run."""
+        return self._given
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The one that steps; another one may be set, and a schedule of its own with it."""
+        return self.session.optimizer
+
+    @optimizer.setter
+    def optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        check_optimizer(optimizer)
+        self.session.use(optimizer, self.session.scaler, self._host_clip_norm)
+
+    @property
+    def scheduler(self) -> Any:
+        """Stepped once an update, or None; another one may be set."""
+        return self._step.scheduler
+
+    @scheduler.setter
+    def scheduler(self, scheduler: Any) -> None:
+        check_schedule(scheduler)
+        self._step.scheduler = scheduler
+
+    @property
+    def accumulate(self) -> int:
+        """Micro-batches an update; may be set between two windows."""
+        return self.session.window.expected
+
+    @accumulate.setter
+    def accumulate(self, count: int) -> None:
+        check_accumulate(count)
+        window = self.session.window
+        if not window.empty:
+            raise AccelError(
+                f"accumulate={count}: a window is open ({window.micro_batches} of {window.expected} micro-batches); call "
+                "flush() before"
+            )
+        self.session.resize(count, count, self.session.report.window.effective_batch // window.expected)
 
     # -- validation ----------------------------------------------------------------------------------------------
 
