@@ -101,6 +101,11 @@ class LoopStep:
         self.session.idle()
         return outcome
 
+    @property
+    def begun(self) -> bool:
+        """Whether the micro-batch at hand has had a backward."""
+        return self._begun
+
     def failed(self) -> None:
         """An error in a backward: the window is dropped, and no gradient of it stays."""
         if self._begun:

@@ -88,8 +88,8 @@ class LoopRun(ABC):
         window = self.session.window
         if not window.empty:
             raise AccelError(
-                f"accumulate={count}: a window is open ({window.micro_batches} of {window.expected} micro-batches); call "
-                "flush() before"
+                f"accumulate={count}: a window is open ({window.micro_batches} of {window.expected} micro-batches); "
+                "call flush() before"
             )
         self.session.resize(count, count, self.session.report.window.effective_batch // window.expected)
 

@@ -127,3 +127,27 @@ def test_parameters_of_several_kinds_and_a_count_on_the_device_equal_the_plain_l
 def test_what_is_no_loss_or_no_count_is_one_line(loss, weight, told):
     with pytest.raises(AccelError, match=told):
         accelerated(net()).backward(loss, weight=weight)
+
+
+def test_a_batch_whose_loss_fails_is_left_out_and_the_window_stays():
+    """As in a plain loop that catches the error and goes on: BatchNorm with one sample, a damaged picture."""
+    model, right = net(), net()
+    accel = accelerated(model, accumulate=2)
+    x, y = data()
+
+    def loss_of(batch):
+        loss = F.cross_entropy(model(batch[0]), batch[1])
+        if len(batch[0]) == 1:
+            raise ValueError("expected more than 1 value per channel")
+        return loss
+
+    for k in (slice(0, 8), slice(8, 9), slice(8, 24)):
+        if k.stop - k.start == 1:
+            with pytest.raises(ValueError, match="more than 1 value"):
+                accel.training_step(loss_of, (x[k], y[k]))
+        else:
+            accel.training_step(loss_of, (x[k], y[k]))
+    plain(right, sgd(right), F.cross_entropy(right(x), y))
+    window = accel.session.report.window
+    assert (accel.updates, window.micro_batches, window.dropped_micro_batches) == (1, 2, 0)
+    assert off(model, right) < 1e-6
