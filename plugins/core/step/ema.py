@@ -80,7 +80,8 @@ class EMA:
         new = {name: tensor for name, tensor in self._live.items() if self._shadow[name] is not kept.get(name)}
         self._copied |= {name for name, tensor in new.items() if not _averages(tensor)}
         held = (held for m in self._model.modules() for held in (m._parameters, m._buffers, m._modules))
-        self._places = [(of, dict(of)) for of in held if of]
+        # Those of TorchScript are no dicts, and stay.
+        self._places = [(of, dict(of)) for of in held if of and isinstance(of, dict)]
 
     @contextmanager
     def swapped(self) -> Iterator[None]:

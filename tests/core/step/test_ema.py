@@ -160,3 +160,17 @@ def test_a_layer_that_comes_later_is_averaged_too() -> None:
     with shadow.swapped():
         assert all(torch.allclose(model[at].weight, old + 0.5) for at, old in zip((1, 2), before, strict=True))
     assert all(torch.equal(model[at].weight, old + 1) for at, old in zip((1, 2), before, strict=True))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*")
+def test_a_torchscript_module_is_averaged() -> None:
+    model = torch.jit.script(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
+    shadow = EMA(model, 0.5, ramp=False)
+    weight = dict(model.named_parameters())["0.weight"]
+    before = weight.detach().clone()
+    with torch.no_grad():
+        weight += 1
+    shadow.update()
+    with shadow.swapped():
+        assert torch.allclose(weight, before + 0.5)
+    assert torch.equal(weight, before + 1)
