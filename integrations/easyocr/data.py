@@ -21,6 +21,7 @@ from integrations.easyocr.settings import Settings
 from integrations.easyocr.text import Spelling, named
 
 HEADER = "filename,words"
+OTHERS = ("gt.txt", "rec_gt*.txt", "data.mdb")  # labels of deep-text-recognition-benchmark, PaddleOCR, and an LMDB
 # The Reader scales to a height and keeps the whole width, so one odd crop could take all memory. Lines across a page
 # are up to some 40 times as long as high; the fewest crops of 50 that a forward takes (4) are still below what the
 # official trainer holds at once, 32 of 600 x 64 px.
@@ -142,7 +143,11 @@ def leaves(root: Path, name: str) -> list[Path]:
         raise EasyOCRError(f"{name.partition('=')[0]}={root}: {why}; expected folders of images with a labels.csv")
     found = sorted(path.parent for path in root.rglob("labels.csv"))
     if not found:
-        raise EasyOCRError(f"{root}: no labels.csv in it or below; expected one a folder, with header {HEADER}")
+        other = next((path for name in OTHERS for path in root.rglob(name)), None)
+        instead = f" ({other.name} of another trainer is not read: write its rows as NAME,TEXT)" if other else ""
+        raise EasyOCRError(
+            f"{root}: no labels.csv in it or below{instead}; expected one a folder, with header {HEADER}"
+        )
     return found
 
 

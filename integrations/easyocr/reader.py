@@ -39,7 +39,8 @@ class Exported:
 
     @classmethod
     def under(cls, folder: Path, name: str) -> Exported:
-        """Where they lie in an experiment folder."""
+        """Where they lie in an experiment folder, also once the process is in another current folder."""
+        folder = folder.absolute()
         return cls(name, folder / "model", folder / "user_network")
 
     @property

@@ -102,6 +102,8 @@ class Spelling:
         return character if not self.known and character == _WIDE_SPACE else " "
 
     def _invisible(self, character: str) -> bool:
+        if unicodedata.name(character, "").startswith("VARIATION SELECTOR"):  # of an emoji or a Han character
+            return character not in self.known
         # Category Cf has a few visible signs, all of Arabic numbers.
         if unicodedata.category(character) != "Cf" or unicodedata.bidirectional(character) == "AN":
             return False

@@ -7,6 +7,7 @@ characters exactly, so that their logits are the same before the first step.
 from __future__ import annotations
 
 import pickle
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from integrations.easyocr.errors import EasyOCRError
 from integrations.shared.yaml_file import UnreadableYaml, read_yaml
 
 PREFIX = "module."
+_WRAPPED = re.compile(r"^(?:module\.|_orig_mod\.)+|_orig_mod\.")  # DataParallel and torch.compile, in any order
 HEAD = ("Prediction.weight", "Prediction.bias")
 
 
@@ -52,7 +54,9 @@ def _parameters(saved: Any, path: Path) -> dict[str, Tensor]:
         EasyOCRError: `saved`, which `path` holds, is anything but tensors of finite values.
     """
     state = saved
-    if isinstance(saved, dict) and isinstance(saved.get("model"), dict):
+    if isinstance(saved, dict) and isinstance(saved.get("state_dict"), dict):
+        state = saved["state_dict"]
+    elif isinstance(saved, dict) and isinstance(saved.get("model"), dict):
         # Integer counters and tied names may be missing in the average; it is laid over the rest.
         average = saved.get("average")
         state = {**saved["model"], **(average["shadow"] if isinstance(average, dict) and "shadow" in average else {})}
@@ -64,7 +68,7 @@ def _parameters(saved: Any, path: Path) -> dict[str, Tensor]:
     broken = next((n for n, v in state.items() if v.is_floating_point() and not v.isfinite().all()), None)
     if broken is not None:
         raise EasyOCRError(f"saved_model={path}: {broken} holds values that are not finite; expected trained weights")
-    return {str(name).removeprefix(PREFIX): value for name, value in state.items()}
+    return {_WRAPPED.sub("", str(name)): value for name, value in state.items()}
 
 
 def _loaded(path: Path) -> Any:

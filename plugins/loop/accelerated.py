@@ -100,7 +100,7 @@ class Accelerated(TrainingStep, DeprecatedNames):
         super().__init__()
         if planned is not None:
             self.outdated("planned", "tunes=True, or batches and training_step")
-        self.model, self.optimizer, self._bare = model, optimizer, bare_module(model)
+        self._given, self._bare, self._host_clip_norm = model, bare_module(model), host_clip_norm
         check_model(self._bare)
         check_optimizer(optimizer)
         self.config = settings(config, options, wrapped=self._bare is not model)
@@ -109,11 +109,10 @@ class Accelerated(TrainingStep, DeprecatedNames):
         if self.config.seed != "host":
             checkpoint.seed_everything(int(self.config.seed))
         micro_batch = trial.micro_batch(micro_batch)
-        self.accumulate = self._micro_batches_an_update(micro_batch)
-        scale_rate(self.config, optimizer, self.accumulate)
-        self.scheduler = schedule(optimizer) if schedule is not None else None
-        if self.scheduler is not None:
-            check_schedule(self.scheduler)
+        accumulate = self._micro_batches_an_update(micro_batch)
+        scale_rate(self.config, optimizer, accumulate)
+        scheduler = schedule(optimizer) if schedule is not None else None
+        check_schedule(scheduler)
         self._validating, self._fetched = False, (None, None)
         measured = bool(tunes or planned) and may_measure(self.config)
         from_file = isinstance(self.config.plan, Path)  # which says everything
@@ -133,7 +132,7 @@ class Accelerated(TrainingStep, DeprecatedNames):
             optimizer,
             device=self.device,
             micro_batch=micro_batch or 0,
-            size=self.accumulate,
+            size=accumulate,
             clip_norm=host_clip_norm,
             scaler=torch.amp.GradScaler(self.device.type) if start.in_fp16 else None,
             average=self.average,
@@ -143,7 +142,7 @@ class Accelerated(TrainingStep, DeprecatedNames):
             say=say,
         )
         self.session: contract.Session = watched(Session(spec))
-        self._step = LoopStep(self.session, self.scheduler, self.world, holds_shards(self._bare))
+        self._step = LoopStep(self.session, scheduler, self.world, holds_shards(self._bare))
         self._tuning = LoopTuning(self.config, self.session, self.layout, Replay(self._bare, self.place), measured)
         if self.world > 1:
             same_start(self.session.beside_model())

@@ -66,15 +66,36 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
 
 def check_schedule(scheduler: Any) -> None:
     """Raises AccelError on a schedule that needs more than to be stepped (ReduceLROnPlateau: a metric)."""
-    if needed := _needed(type(scheduler).step):
+    if scheduler is not None and (needed := _needed(type(scheduler).step)):
         raise AccelError(
             f"schedule={type(scheduler).__name__}: its step needs {', '.join(needed)}; leave schedule out and step it "
             "yourself, after validation"
         )
 
 
+def check_loss(loss: Any) -> None:
+    """Raises AccelError on what is no mean loss."""
+    if not isinstance(loss, Tensor):
+        raise AccelError(
+            f"backward: the loss is {type(loss).__name__}: expected a tensor with one number, or a list of (mean loss, "
+            "targets)"
+        )
+    if loss.numel() != 1:
+        raise AccelError(
+            f"backward: a loss of shape {list(loss.shape)}: expected one number, the mean over its targets"
+        )
+
+
+def check_accumulate(count: Any) -> None:
+    """Raises AccelError on what is no count of micro-batches."""
+    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+        raise AccelError(f"accumulate={count!r}: expected micro-batches an update, 1 or more")
+
+
 def check_weight(weight: Any) -> None:
     """Raises AccelError on what is no count of targets."""
+    if isinstance(weight, Tensor) and weight.numel() != 1:
+        raise AccelError(f"backward: weight of shape {list(weight.shape)}: expected one count of targets")
     if not isinstance(weight, Tensor) and not (isinstance(weight, Real) and 0 <= float(weight) < math.inf):
         raise AccelError(f"backward: weight={weight!r}: expected a count of targets, 0 or more")
 

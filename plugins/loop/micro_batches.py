@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import Tensor
 from integrations.contract import Outcome, Session
 from plugins.core.step.gradients import WindowGradients
 from plugins.errors import AccelError
+from plugins.loop.checks import check_loss
 from plugins.loop.out_of_memory import raise_short
 
 Part = tuple[Callable[[], Tensor | None], "float | Tensor"]  # forward and loss, and the targets that it is a mean over
@@ -43,6 +44,7 @@ class LoopStep:
         if self._arrived is None:
             self._gradients.clear()
             self.session.arrived()
+            self.session.training_mode()  # the loop may have set it
             self._arrived = samples
             if not self.session.report.window.micro_batch:
                 self.session.describe_window(samples)
@@ -57,7 +59,7 @@ class LoopStep:
             self.arrive(int(weight))
         self._put_in()
         try:
-            for part, targets in [(loss, weight)] if isinstance(loss, Tensor) else loss:
+            for part, targets in _parts(loss, weight):
                 self._weighted_backward(part, targets, weight)
         except BaseException as error:
             samples = self._arrived or 0
@@ -99,6 +101,11 @@ class LoopStep:
         self.session.idle()
         return outcome
 
+    @property
+    def begun(self) -> bool:
+        """Whether the micro-batch at hand has had a backward."""
+        return self._begun
+
     def failed(self) -> None:
         """An error in a backward: the window is dropped, and no gradient of it stays."""
         if self._begun:
@@ -113,6 +120,7 @@ class LoopStep:
         self._begun = True
 
     def _weighted_backward(self, loss: Tensor, targets: float | Tensor, total: float | Tensor) -> None:
+        check_loss(loss)
         window, scaler = self.session.window, self.session.scaler
         factor = self.session.mean(targets)
         if isinstance(targets, Tensor) and targets.device.type != "cpu":  # whether it is 0 would have to be waited for
@@ -175,6 +183,17 @@ class LoopStep:
         self._gradients.take_out()
         if self.scheduler is not None and "scheduler" in state:
             self.scheduler.load_state_dict(state["scheduler"])
+
+
+def _parts(loss: Any, weight: float | Tensor) -> Iterator[tuple[Any, float | Tensor]]:
+    """(mean loss, targets) of each part, computed when it is asked for."""
+    if isinstance(loss, (Tensor, Mapping, str)) or not isinstance(loss, Iterable):
+        yield loss, weight
+        return
+    for part in loss:
+        if not isinstance(part, (tuple, list)) or len(part) != 2:
+            check_loss(loss)
+        yield part
 
 
 def _mean(found: list[tuple[Tensor, float | Tensor]]) -> Tensor | None:

@@ -34,6 +34,10 @@ def mapped(value: Any, change: Callable[[Tensor], Tensor], other: Callable[[Any]
         return type(value)(*(mapped(item, change, other) for item in value))
     if type(value) in (list, tuple):
         return type(value)(mapped(item, change, other) for item in value)
+    if isinstance(value, list):  # a class of its own
+        changed = copy.copy(value)
+        changed[:] = [mapped(item, change, other) for item in value]
+        return changed
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         filled = copy.copy(value)
         for field in dataclasses.fields(value):

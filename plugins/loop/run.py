@@ -21,6 +21,7 @@ from plugins.core.step.ema import EMA
 from plugins.core.system.sharding import reshard, whole
 from plugins.core.telemetry.losses import thinned
 from plugins.errors import AccelError
+from plugins.loop.checks import check_accumulate, check_optimizer, check_schedule
 from plugins.loop.micro_batches import LoopStep
 from plugins.loop.tuning import LoopTuning
 from plugins.trial_run import loop as trial
@@ -32,18 +33,14 @@ class LoopRun(ABC):
     """The part of `plugins.loop.Accelerated` that trains nothing; that class builds every attribute.
 
     Attributes:
-        model: as the user gave it; `_bare` is the module inside, whose names the files have.
-        accumulate: micro-batches an update.
         session: the run.
         average: the moving average of the weights, or None.
-        scheduler: stepped once an update, or None.
     """
 
-    model: nn.Module
-    accumulate: int
     session: Session
     average: EMA | None
-    scheduler: Any
+    _given: nn.Module
+    _host_clip_norm: float | None
     _bare: nn.Module
     _step: LoopStep
     _tuning: LoopTuning
@@ -53,23 +50,71 @@ class LoopRun(ABC):
     def flush(self) -> Outcome | None:
         """Closes a window that is not full."""
 
+    # -- what a loop may exchange while it runs ------------------------------------------------------------------
+
+    @property
+    def model(self) -> nn.Module:
+        """As the user gave it; `_bare` is the module inside, whose names the files have. Another one is another run."""
+        return self._given
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The one that steps; another one may be set, and a schedule of its own with it."""
+        return self.session.optimizer
+
+    @optimizer.setter
+    def optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        check_optimizer(optimizer)
+        self.session.use(optimizer, self.session.scaler, self._host_clip_norm)
+
+    @property
+    def scheduler(self) -> Any:
+        """Stepped once an update, or None; another one may be set."""
+        return self._step.scheduler
+
+    @scheduler.setter
+    def scheduler(self, scheduler: Any) -> None:
+        check_schedule(scheduler)
+        self._step.scheduler = scheduler
+
+    @property
+    def accumulate(self) -> int:
+        """Micro-batches an update; may be set between two windows."""
+        return self.session.window.expected
+
+    @accumulate.setter
+    def accumulate(self, count: int) -> None:
+        check_accumulate(count)
+        window = self.session.window
+        if not window.empty:
+            raise AccelError(
+                f"accumulate={count}: a window is open ({window.micro_batches} of {window.expected} micro-batches); "
+                "call flush() before"
+            )
+        self.session.resize(count, count, self.session.report.window.effective_batch // window.expected)
+
     # -- validation ----------------------------------------------------------------------------------------------
 
     @contextmanager
     def validation(self) -> Iterator[nn.Module]:
         """The model in eval mode, with the averaged weights where there is an EMA; all is put back after it."""
-        training, self._validating = self.model.training, True
+        modes, self._validating = {module: module.training for module in self.model.modules()}, True
         swapped = self.average.swapped() if self.average is not None else nullcontext()
         try:
             with self.session.validation(), swapped, torch.no_grad():
-                self.model.eval()
-                yield self.model
+                try:
+                    self.model.eval()
+                    yield self.model
+                finally:  # before the weights: `eval` may have merged into them what `train` takes out
+                    self.model.train(modes[self.model])
+                    for module, training in modes.items():
+                        module.training = training
         finally:
             self._validating = False
-            self.train(training)
+            self.session.training_mode()
 
     def train(self, mode: bool = True) -> None:
-        """Training mode; BatchNorm layers that the settings freeze stay in eval mode."""
+        """As `model.train()`; BatchNorm layers that the settings freeze stay in eval mode with either."""
         self.model.train(mode)
         self.session.training_mode()
 
@@ -125,7 +170,6 @@ class LoopRun(ABC):
         Raises:
             AccelError: something in `extra` that could not be loaded in this way.
         """
-        loop_checkpoint.check_plain(extra)
         live = self.average.unswapped() if self.average is not None else nullcontext()  # also inside `validation`
         with live, self._step.gradients_inside():
             opened = {"tuned": True} if self._tuning.opened else {}

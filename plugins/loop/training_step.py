@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from integrations.contract import Outcome
+from plugins.core.step.rescue import TOLD
 from plugins.errors import AccelError
 from plugins.loop import nested
 from plugins.loop.checks import check_weight
@@ -45,9 +46,9 @@ class TrainingStep(LoopRun):
     ) -> Tensor | None:
         """Forward, loss and backward of one micro-batch; the window's last one is an update.
 
-        The loss function runs once. Where something is to be measured, the model alone is called again, in the way
-        that the loss called it. Where memory runs out, the window is done again with half the micro-batch, and from
-        then on the loss function runs once for each piece of a batch.
+        The loss function runs once; an error of its own leaves the batch out. Where something is to be measured, the
+        model alone is called again, in the way that the loss called it. Where memory runs out, the window is done
+        again with half the micro-batch, and from then on the loss function runs once for each piece of a batch.
 
         Args:
             loss_fn: batch -> 0-dim mean loss over `weight` targets, run in autocast; None leaves the batch out.
@@ -63,7 +64,7 @@ class TrainingStep(LoopRun):
                 memory for a batch that cannot be divided; then it is a `torch.OutOfMemoryError` as well.
         """
         self._tuning.before(batch)
-        missing = weight is None and not nested.samples(batch)
+        missing = weight is None and not any(tensor.dim() for tensor in nested.tensors(batch))
 
         def parts(batch: Any) -> list[Part]:
             pieces = whole_or_weighed(batch, 0 if missing else weight, self.session.rescue.limit)
@@ -98,10 +99,15 @@ class TrainingStep(LoopRun):
         rescue, samples, again = self.session.rescue, nested.samples(inputs), again or parts
         rescue.note(partial(self._backward, again), samples, lambda: self._waiting() or cannot())
         self._arrive(inputs, padding)
+        limit = rescue.limit
         try:
             loss = rescue.guarded(partial(self._backward, parts))
-        except BaseException:
-            self._step.failed()
+        except BaseException as error:
+            if self._step.begun or rescue.limit != limit or isinstance(error, TOLD):
+                self._step.failed()
+            else:  # the loss function's own error, which the loop may catch: what the window holds stays
+                rescue.left_out()
+                self._step.leave_out()
             raise
         if loss is None:
             rescue.left_out()

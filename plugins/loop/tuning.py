@@ -22,7 +22,7 @@ from plugins.core.step import precision
 from plugins.core.system.sharding import holds_shards
 from plugins.errors import AccelError
 from plugins.loop import nested
-from plugins.loop.replay import Replay
+from plugins.loop.replay import Replay, hooked
 
 ENDLESS = 100_000  # micro-batches that a loop without an end is taken to have left: a hanging compile must end too
 
@@ -53,7 +53,7 @@ class LoopTuning:
     def __init__(self, config: AccelConfig, session: Session, layout: Layout, replay: Replay, measured: bool) -> None:
         self.config, self.session, self.layout, self.replay, self.measured = config, session, layout, replay, measured
         self.opened = False  # by `batches`, after the run was built by rule
-        self._left = 0
+        self._left, self._total = 0, math.inf
 
     def measure(self) -> None:
         """From here on what is `auto` is measured, if nothing was trained yet."""
@@ -66,18 +66,17 @@ class LoopTuning:
             self.session.open_plan(start)
 
     def left(self, loader: Iterable[Any], epochs_left: int, done: int) -> None:
-        """`done` micro-batches of the loader's are behind us."""
-        try:
-            total: float = len(loader) * epochs_left  # type: ignore[arg-type]
-        except TypeError:
-            total = math.inf
-        self._left = int(max(min(total - done, ENDLESS), 0))
+        """`done` micro-batches of the loader's are behind us: its length is asked for once, by who measures."""
+        if not done:
+            self._total = _length(loader) * epochs_left if self.measured and self.session.waits else math.inf
+        self._left = int(max(min(self._total - done, ENDLESS), 0))
 
     def before(self, batch: Any) -> None:
         """At a micro-batch, before its forward: try plans on the model's calls of the one before."""
         if not self.measured:
             return
         first = next(nested.tensors(batch), None)
+        self._leave_hooks()
         if first is not None and self.session.window.empty and self.session.waits:
             self.session.plan_window(self.layout.at(self.replay.loss), self._left, first.shape)
         if self.session.measured:
@@ -100,9 +99,15 @@ class LoopTuning:
         """See `Accelerated.tune`."""
         if not isinstance(left, Real) or math.isnan(left):
             raise AccelError(f"plan: left={left!r}: expected the micro-batches still to come, or math.inf")
+        self._leave_hooks()
         if self.session.window.empty and self.session.waits:
             trial = self.layout.at(partial(_checked, loss))
             self.session.plan_window(trial, int(max(min(left, ENDLESS), 0)), shape)
+
+    def _leave_hooks(self) -> None:
+        """A user's hook runs as often as his loop runs it."""
+        if not self.session.measured and (name := hooked(self.replay.model)):
+            self.session.measure_nothing(f"{name} has a hook of the loop's own, which a trial would run as well")
 
     def resume(self) -> None:
         """The plan of the run that is resumed, at once: the window may be half done."""
@@ -158,6 +163,14 @@ def by_rule(config: AccelConfig, model: nn.Module, device: torch.device) -> Acce
     wanted = {"auto": dtype in precision.HALF, "channels_last": True, "host": False}[config.memory_format]
     layout = "channels_last" if wanted and may else "host"
     return config.model_copy(update={"precision": dtype, "memory_format": layout})
+
+
+def _length(loader: Iterable[Any]) -> float:
+    """Of a loader that says it; a data set's own `__len__` may refuse in a way of its own."""
+    try:
+        return len(loader)  # type: ignore[arg-type]
+    except Exception:
+        return math.inf
 
 
 def _checked(loss: Callable[[], Tensor]) -> Tensor:

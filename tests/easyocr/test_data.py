@@ -90,6 +90,9 @@ def test_errors_name_the_file(tmp_path):
         leaves(tmp_path / "none", "train_data")
     with pytest.raises(EasyOCRError, match=r"no labels.csv"):
         leaves(tmp_path, "train_data")
+    (tmp_path / "gt.txt").write_text("0.png\t12\n")
+    with pytest.raises(EasyOCRError, match=r"no labels.csv in it or below \(gt.txt of another trainer is not read"):
+        leaves(tmp_path, "train_data")
     folder = write_folder(tmp_path / "x", ["abc"])
     with pytest.raises(EasyOCRError, match=r"no line is left to train on .*characters outside the set"):
         served(folder, number="0123456789")

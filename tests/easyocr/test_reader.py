@@ -6,6 +6,7 @@ import copy
 import pickle
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import easyocr
 import easyocr.config
@@ -36,6 +37,14 @@ def storage(tmp_path, monkeypatch):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path / "nobody"))
     return folder
+
+
+def test_the_reader_is_found_from_another_current_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    _, done = written(Path("run"), "abc")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert done.reader(["en"], detector=False) is not None
 
 
 @pytest.mark.parametrize("kept", ["storage", "EASYOCR_MODULE_PATH", "MODULE_PATH", "home", "given", "beside"])

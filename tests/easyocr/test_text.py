@@ -34,6 +34,8 @@ def decomposed(text):
         ("\u0958", "\u0915\u093c", "\u0915\u093c"),
         (decomposed("한글"), "한글", "한글"),
         (decomposed("ü\u200b"), "ü", "ü"),
+        ("\u2764\ufe0f 葛\U000e0100", "\u2764 葛", "\u2764 葛"),  # an emoji and a Han character with their selectors
+        ("\u2764\ufe0f", "\u2764\ufe0f", "\u2764\ufe0f"),
     ],
 )
 def test_a_label_takes_the_unicode_form_of_its_set(typed, characters, learnt):
@@ -116,8 +118,8 @@ def test_a_turkish_set_folds_by_its_language():
 
 def test_a_set_taken_from_labels_holds_neither_two_forms_nor_invisible_characters():
     settings, _ = read_settings({"lang_char": "None"})
-    labels = ["ö\u200b", decomposed("ö"), "a\u00a0b", "a b", "\ufeffא\u200f"]
-    assert characters_of(settings, map(Spelling("", settings), labels)) == " aböא"
+    labels = ["ö\u200b", decomposed("ö"), "a\u00a0b", "a b", "\ufeffא\u200f", "\u2764\ufe0f"]
+    assert characters_of(settings, map(Spelling("", settings), labels)) == " aböא\u2764"
 
 
 def test_characters_that_do_not_show_what_they_are_have_their_code_points(tmp_path):

@@ -39,12 +39,22 @@ def test_1423_an_added_character_leaves_the_others_logits_unchanged(stock):
     assert torch.equal(was[..., [before.index(c) + 1 for c in shared]], now[..., [grown.index(c) + 1 for c in shared]])
 
 
-@pytest.mark.parametrize("prefix", ["module.", ""])
+@pytest.mark.parametrize("prefix", ["module.", "", "_orig_mod.module.module."])
 @pytest.mark.parametrize("features", ["VGG", "ResNet"])
 def test_both_generations_and_both_key_forms(tmp_path, prefix, features):
     right = saved(tmp_path / "w.pth", "abc", prefix, features)
     model = build(features, 4, SMALL)
     take_over(model, tmp_path / "w.pth", "abc", given="abc")
+    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), right.state_dict().values(), strict=True))
+
+
+def test_a_state_dict_inside_a_checkpoint_and_a_compiled_part(tmp_path):
+    right = saved(tmp_path / "w.pth", "abc")
+    state = torch.load(tmp_path / "w.pth", weights_only=True)
+    state = {name.replace("FeatureExtraction.", "FeatureExtraction._orig_mod."): v for name, v in state.items()}
+    torch.save({"state_dict": state, "epoch": 3}, tmp_path / "checkpoint.pth")
+    model = build("VGG", 4, SMALL)
+    take_over(model, tmp_path / "checkpoint.pth", "abc", given="abc")
     assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), right.state_dict().values(), strict=True))
 
 

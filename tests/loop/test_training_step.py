@@ -171,6 +171,23 @@ def test_a_loss_that_does_not_call_the_model_itself_is_not_measured(monkeypatch)
     assert "does not call the model" in run.accel.session.tuner.outcome.reason
 
 
+@pytest.mark.parametrize(
+    ("hang", "name"),
+    [
+        (lambda m, hook: m.head.register_forward_hook(hook), "head"),
+        (lambda m, hook: m.head.weight.register_hook(lambda gradient: hook()), "head.weight"),
+        (lambda m, hook: m.head.bias.register_post_accumulate_grad_hook(hook), "head.bias"),
+    ],
+)
+def test_a_hook_of_the_users_runs_as_often_as_his_loop_runs_it(monkeypatch, hang, name):
+    """It may keep what it sees in a list, or step an optimizer in the backward."""
+    run, seen = Timed(Clock(monkeypatch)), []
+    hang(run.model, lambda *held: seen.append(1))
+    run.run()
+    assert len(seen) == run.forwards == 14
+    assert f"{name} has a hook of the loop's own" in run.accel.session.tuner.outcome.reason
+
+
 def test_the_deprecated_names_work_and_are_told_once():
     model = nn.Conv2d(3, 2, 3)
     with warnings.catch_warnings(record=True) as told:

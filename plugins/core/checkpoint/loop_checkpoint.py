@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import io
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -11,10 +13,11 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from plugins.core.checkpoint.atomic_file import on_cpu, write_atomically
 from plugins.core.checkpoint.by_rank import of_this_rank, with_all_ranks
-from plugins.core.checkpoint.module_names import own_state
+from plugins.core.checkpoint.module_names import load_own_state, own_state
 from plugins.core.checkpoint.plain_file import NotPlain, read_plain
 from plugins.core.system.sharding import holds_shards
 from plugins.errors import AccelError
@@ -60,10 +63,16 @@ def save(path: Path, session: Run, scheduler: Any, **more: Any) -> None:
     """Write everything that a bit-for-bit resume needs, atomically, and `more` beside it.
 
     Of a model that is sharded over ranks the file holds the whole: all ranks call it, and the first one writes.
+
+    Raises:
+        AccelError: something in it could not be read back; nothing is written.
     """
-    state = {**session.state_dict(), "kinds": kinds(session.optimizer, scheduler), **more}
+    held = {"kinds": kinds(session.optimizer, scheduler), "parameter_shapes": _shapes(session.optimizer)}
+    state = {**session.state_dict(), **held, **more}
     if scheduler is not None:
         state["scheduler"] = scheduler.state_dict()
+    check_plain(state["extra"])
+    check_plain({name: value for name, value in state.items() if name != "extra"}, of="the run's state of ")
     sharded = holds_shards(session.model)
     if sharded:
         state = with_all_ranks(state, session.model)
@@ -105,13 +114,11 @@ def belonging(path: Path, session: Run, scheduler: Any) -> dict[str, Any]:
     state, model, optimizer = read(path), session.model, session.optimizer
     here, there = own_state(model), state["model"]
     odd = next((name for name in {**here, **there} if _shape(here, name) != _shape(there, name)), None)
-    if odd is not None:
+    if odd is not None and not _takes(model, there):
         raise AccelError(f"{path}: of another model: {odd} is {_shape(there, odd)} there, {_shape(here, odd)} here")
     for name, kind in kinds(optimizer, scheduler).items():
         if (saved := state.get("kinds", {}).get(name, kind)) != kind:
             raise AccelError(f"{path}: saved with another {name} than this run's: {saved} there, {kind} here")
-    if why := _other_optimizer(state["optimizer"], optimizer):
-        raise AccelError(f"{path}: saved with another optimizer than {type(optimizer).__name__}: {why}")
     beside = [list(parameter.shape) for parameter in session.beside_model()]
     saved_beside = [list(value.shape) for value in state.get("beside_model", [])]
     if "beside_model" in state and saved_beside != beside:
@@ -119,6 +126,8 @@ def belonging(path: Path, session: Run, scheduler: Any) -> dict[str, Any]:
             f"{path}: of other parameters that the optimizer holds beside the model: {saved_beside} there, "
             f"{beside} here"
         )
+    if why := _other_optimizer(state, optimizer):
+        raise AccelError(f"{path}: saved with another optimizer than {type(optimizer).__name__}: {why}")
     if bool(state["average"]) != (session.average is not None):
         saved_how = "with" if state["average"] else "without"
         raise AccelError(f"ema={session.config.ema}: {path} was saved {saved_how} an EMA; resume with the same setting")
@@ -140,19 +149,30 @@ def damage_named(path: Path) -> Iterator[None]:
         raise AccelError(f"{path}: damaged: {type(error).__name__}: {str(error)[:200]}") from error
 
 
-def check_plain(extra: dict[str, Any]) -> None:
-    """Raises AccelError on what could not be read back."""
-    for name, value in extra.items():
+def check_plain(values: Mapping[str, Any], of: str = "") -> None:
+    """Raises AccelError on what could not be read back; `of`: whose values they are, in an error."""
+    for name, value in values.items():
         held = io.BytesIO()
         try:
-            torch.save(value, held)
+            torch.save(tree_map(lambda leaf: None if isinstance(leaf, Tensor) else leaf, on_cpu(value)), held)
             held.seek(0)
             torch.load(held, weights_only=True)
-        except Exception:
-            kind = type(value).__name__
+        except Exception as error:
+            found = re.search(r"GLOBAL (\S+)", str(error))  # of the class that a reader would have to trust
+            kind = found[1].rpartition(".")[2] if found else type(value).__name__
             raise AccelError(
-                f"save: {name} holds {kind}; allowed are numbers, text, tensors, lists and dicts"
+                f"save: {of}{name} holds {kind}; allowed are numbers, text, tensors, lists and dicts, and classes that "
+                "torch.serialization.add_safe_globals was given"
             ) from None
+
+
+def _takes(model: nn.Module, state: dict[str, Any]) -> bool:
+    """Whether the model makes room for this state as it loads it, as observers of a quantisation do."""
+    try:
+        load_own_state(copy.deepcopy(model), state)
+    except Exception:
+        return False
+    return True
 
 
 def _shape(state: dict[str, Any], name: str) -> Any:
@@ -161,18 +181,25 @@ def _shape(state: dict[str, Any], name: str) -> Any:
     return list(state[name].shape) if isinstance(state[name], Tensor) else type(state[name]).__name__
 
 
-def _other_optimizer(state: dict[str, Any], optimizer: torch.optim.Optimizer) -> str:
-    """Why the state is not one of this optimizer, or empty."""
-    here, there = optimizer.state_dict()["param_groups"], state["param_groups"]
-    sizes = [[len(group["params"]) for group in groups] for groups in (here, there)]
-    if sizes[0] != sizes[1]:
-        return f"groups of {sizes[1]} parameters there, of {sizes[0]} here"
-    missing = sorted({name for a, b in zip(here, there, strict=True) for name in a.keys() - b.keys()} - {"initial_lr"})
-    if missing:
-        return f"it has no {', '.join(missing)}"
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    for index, parameter in enumerate(parameters):
-        for name, value in state["state"].get(index, {}).items():
-            if isinstance(value, Tensor) and value.dim() and value.shape != parameter.shape:
-                return f"{name} of parameter {index} is {list(value.shape)} there, {list(parameter.shape)} here"
-    return ""
+def _shapes(optimizer: torch.optim.Optimizer) -> list[list[int]]:
+    return [list(parameter.shape) for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _other_optimizer(saved: dict[str, Any], optimizer: torch.optim.Optimizer) -> str:
+    """Why the state in a file is not one of this optimizer, or empty.
+
+    An optimizer around others may have a state dict of its own form: it is compared by its parameters alone.
+    """
+    state, live = saved["optimizer"], optimizer.state_dict()
+    if {"param_groups", "state"} <= live.keys() & state.keys():
+        here, there = live["param_groups"], state["param_groups"]
+        sizes = [[len(group["params"]) for group in groups] for groups in (here, there)]
+        if sizes[0] != sizes[1]:
+            return f"groups of {sizes[1]} parameters there, of {sizes[0]} here"
+        named = {name for a, b in zip(here, there, strict=True) for name in a.keys() - b.keys()}
+        if missing := sorted(named - {"initial_lr"}):
+            return f"it has no {', '.join(missing)}"
+    here = _shapes(optimizer)
+    there = saved.get("parameter_shapes", here)  # 0.1 did not save them
+    odd = next((index for index, (a, b) in enumerate(zip(here, there, strict=False)) if a != b), None)
+    return f"parameter {odd} is {there[odd]} there, {here[odd]} here" if odd is not None else ""

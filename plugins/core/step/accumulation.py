@@ -224,8 +224,11 @@ def _at_least(value: Any, floor: float) -> Any:
 
 
 def _single(value: Scalar) -> Scalar:
-    """Counts that come in half precision (target scores under autocast) would be rounded, or overflow, in a sum."""
-    return value.float() if isinstance(value, Tensor) and value.dtype in (torch.float16, torch.bfloat16) else value
+    """0-dim. Counts in half precision (target scores under autocast) would be rounded, or overflow, in a sum."""
+    if not isinstance(value, Tensor):
+        return value
+    value = value.reshape(())
+    return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
 
 
 def _double(value: Scalar) -> Scalar:
@@ -237,12 +240,11 @@ def _double(value: Scalar) -> Scalar:
 
 def scale_(tensors: Iterable[Tensor], factor: Scalar) -> None:
     """Multiply tensors (of sharded ones, the shards here) in place by one number that may live on the device."""
-    tensors = [shard(tensor) for tensor in tensors]
-    if not tensors:
-        return
-    if isinstance(factor, Tensor):
-        factor = factor.to(device=tensors[0].device, dtype=tensors[0].dtype)
-    torch._foreach_mul_(tensors, factor)
+    kinds: dict[Any, list[Tensor]] = {}
+    for tensor in map(shard, tensors):
+        kinds.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+    for (device, dtype), members in kinds.items():
+        torch._foreach_mul_(members, factor.to(device=device, dtype=dtype) if isinstance(factor, Tensor) else factor)
 
 
 def _world() -> int:

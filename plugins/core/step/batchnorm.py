@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 SMALL_MICRO_BATCH = 8
+_OWN: WeakKeyDictionary[_BatchNorm, float | None] = WeakKeyDictionary()  # momentum of layers where a rule has set one
 
 
 def layers(model: nn.Module) -> list[_BatchNorm]:
@@ -33,7 +35,7 @@ class Statistics:
     def __init__(self, model: nn.Module, rule: str = "host") -> None:
         self.model, self.rule = model, rule
         self.layers = layers(model)
-        self._momentum = [layer.momentum for layer in self.layers]
+        self._momentum = [_OWN.get(layer, layer.momentum) for layer in self.layers]  # also after a run without an end
         self._kept: list[Tensor] = []
 
     def apply(self, accumulate: int) -> None:
@@ -41,6 +43,7 @@ class Statistics:
         if self.rule == "momentum":
             for layer, momentum in zip(self.layers, self._momentum, strict=True):
                 if momentum is not None:
+                    _OWN[layer] = momentum
                     layer.momentum = momentum_per_micro_batch(momentum, accumulate)
         elif self.rule == "freeze":
             for layer in self.layers:
@@ -50,6 +53,7 @@ class Statistics:
         """Give the layers their own momentum back."""
         for layer, momentum in zip(self.layers, self._momentum, strict=True):
             layer.momentum = momentum
+            _OWN.pop(layer, None)
 
     @torch.no_grad()
     def keep(self) -> None:

@@ -79,6 +79,8 @@ class StepMetrics:
             padding: how many of its elements are padding.
         """
         sizes = tuple(shape)
+        if not all(isinstance(size, int) for size in sizes):  # a ragged (nested) tensor's has no number
+            return
         self.seen.add(sizes, padding, math.prod(sizes))
         self._elements += math.prod(sizes)
         self._padding += padding

@@ -108,3 +108,69 @@ def test_swapped_inside_swapped_changes_nothing_and_unswapped_gives_the_live_wei
             assert torch.equal(average.state_dict()["shadow"]["weight"], shadow)
         assert torch.equal(model.weight, shadow)
     assert torch.equal(model.weight, live)
+
+
+class Moving(nn.Module):
+    """Puts another tensor in its buffer's place, as a running mean written out does; some cannot be averaged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 1)
+        self.register_buffer("mean", torch.zeros(2))
+        self.register_buffer("mask", torch.full((3, 3), float("-inf")).triu(1))
+        self.register_buffer("lowest", torch.tensor(float("inf")))
+        self.register_buffer("angles", torch.ones(2).expand(4, 2), persistent=False)
+        self.register_buffer("seen", torch.zeros(0, 2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.mean = 0.5 * self.mean + 0.5 * x.mean(0)
+        self.lowest = torch.minimum(self.lowest, x.min())
+        self.seen = torch.cat([self.seen, x[:1]])
+        return self.layer(x * self.angles[: len(x)])
+
+
+def test_buffers_that_are_exchanged_grow_or_are_infinite_do_not_harm_the_average() -> None:
+    model = Moving()
+    shadow = EMA(model, 0.5, ramp=False)
+    mean = average = torch.zeros(2)
+    for x in torch.rand(3, 4, 2, generator=torch.Generator().manual_seed(1)):
+        model(x)
+        shadow.update()
+        mean = 0.5 * mean + 0.5 * x.mean(0)
+        average = 0.5 * average + 0.5 * mean
+    live = snapshot(model)
+    with shadow.swapped():
+        assert torch.allclose(model.mean, average)
+        assert all(torch.equal(model.state_dict()[name], live[name]) for name in ("mask", "lowest", "seen"))
+    assert same(snapshot(model), live)
+    assert torch.equal(model.mean, mean)
+
+
+def test_a_layer_that_comes_later_is_averaged_too() -> None:
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
+    shadow = EMA(model, 0.5, ramp=False)
+    model[1] = nn.Linear(3, 2)
+    model.append(nn.Linear(2, 1))
+    shadow.update()
+    before = [model[at].weight.detach().clone() for at in (1, 2)]
+    with torch.no_grad():
+        for at in (1, 2):
+            model[at].weight += 1
+    shadow.update()
+    with shadow.swapped():
+        assert all(torch.allclose(model[at].weight, old + 0.5) for at, old in zip((1, 2), before, strict=True))
+    assert all(torch.equal(model[at].weight, old + 1) for at, old in zip((1, 2), before, strict=True))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*")
+def test_a_torchscript_module_is_averaged() -> None:
+    model = torch.jit.script(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
+    shadow = EMA(model, 0.5, ramp=False)
+    weight = dict(model.named_parameters())["0.weight"]
+    before = weight.detach().clone()
+    with torch.no_grad():
+        weight += 1
+    shadow.update()
+    with shadow.swapped():
+        assert torch.allclose(weight, before + 0.5)
+    assert torch.equal(weight, before + 1)
