@@ -149,12 +149,14 @@ class Seen:
     Attributes:
         batch: the inputs as they came, labels included.
         number: the host's count, or None where it passes none.
+        passed: calls of the model with labels that got the count, each with the inputs that it got.
     """
 
     batch: Mapping[str, Any]
     number: Any = None
     trace: Trace = field(default_factory=Trace)
     outputs: list[Any] = field(default_factory=list)
+    passed: list[Seen] = field(default_factory=list)
     _totals: dict[str, Tensor | None] = field(default_factory=dict)
 
     @property
@@ -210,10 +212,11 @@ def watching(model: Any, batch: Any, number: Any) -> Iterator[Seen]:
 
     def called(*args: Any, **kwargs: Any) -> Any:
         counted = any(isinstance(value, Followed) for value in kwargs.values())
-        outputs = (before or model._call_impl)(*args, **(plain(kwargs) if counted else kwargs))
+        given = plain(kwargs) if counted else kwargs
+        outputs = (before or model._call_impl)(*args, **given)
         seen.outputs.append(outputs)
         if counted and "labels" in kwargs:  # without them the model makes no loss of the count
-            seen.trace.used = True
+            seen.passed.append(Seen(given, number, Trace(used=True), [outputs]))
         return outputs
 
     own["_compiled_call_impl"] = called
@@ -246,7 +249,7 @@ def errors(loss: Tensor, seen: Seen, rules: list[Rule], micro_batches: int, rank
             if quotients:
                 found[rule] = torch.stack([_apart(loss, q.to(loss.device)) for q in quotients]).min()
             continue
-        if rule.way is Way.COUNTED and (number is None or not seen.trace.used):
+        if rule.way is Way.COUNTED and (number is None or not (seen.trace.used or seen.passed)):
             continue
         if rule.kind not in counts:
             counts[rule.kind] = count(rule.kind, seen.batch)
