@@ -17,20 +17,21 @@ from integrations.huggingface.sharding import is_sharded
 def by_host(trainer: Any) -> bool:
     """Whether the trainer's own method clips.
 
-    The user wrote it (a `_clip_grad_norm`, or a `clip_grad_norm_` put on the accelerator); or the optimizer holds but a
-    part of the model, and the host clips by the norm of all of it.
+    The user wrote it (a `_clip_grad_norm`, or a `clip_grad_norm_` put on the accelerator); or the optimizer holds other
+    parameters than the model, less or more (those of a loss), and the host clips the model's by their own norm.
     """
     if versions.GRAD_NORM.here and not of_host(trainer._clip_grad_norm):
         return True
     clips = beneath(trainer.accelerator.clip_grad_norm_)
-    return getattr(clips, "__func__", None) is not Accelerator.clip_grad_norm_ or _holds_a_part(trainer)
+    return getattr(clips, "__func__", None) is not Accelerator.clip_grad_norm_ or _holds_others(trainer)
 
 
-def _holds_a_part(trainer: Any) -> bool:
+def _holds_others(trainer: Any) -> bool:
     if is_sharded(trainer) or is_deepspeed(trainer):
         return False
-    held = {id(p) for group in trainer.optimizer.param_groups for p in group["params"]}
-    return any(p.grad is not None and id(p) not in held for p in trainer.model.parameters())
+    held = (p for group in trainer.optimizer.param_groups for p in group["params"])
+    of_both = [{id(p) for p in found if p.grad is not None} for found in (held, trainer.model.parameters())]
+    return of_both[0] != of_both[1]
 
 
 def limit(trainer: Any) -> float | None:

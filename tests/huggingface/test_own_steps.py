@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import transformers as t
+from torch.nn.functional import cross_entropy
 
 from integrations.huggingface import versions
 from tests import reference
@@ -201,4 +202,31 @@ def test_the_optimizer_and_the_limit_that_a_callback_puts_there_are_those_in_for
         exchanges.trainer = trainer
         trainer.train()
         found.append(spy.weights[1])
+    assert all(torch.allclose(found[0][name], found[1][name], atol=1e-6) for name in found[0])
+
+
+class LossWithWeights(t.Trainer):
+    """A loss that has weights of its own in the optimizer, as ArcFace's or sentence-transformers' SoftmaxLoss."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        torch.manual_seed(3)
+        self.beside = torch.nn.Linear(3, 3)
+
+    def create_optimizer(self, model=None):
+        self.optimizer = torch.optim.SGD([*self.model.parameters(), *self.beside.parameters()], 0.05)
+        return self.optimizer
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        loss = cross_entropy(self.beside(model(**inputs).logits), inputs["labels"])
+        return (loss, {}) if return_outputs else loss
+
+
+def test_what_the_optimizer_holds_beside_the_model_is_left_out_of_the_norm_as_with_the_host(tmp_path):
+    found = []
+    for plug in (True, False):
+        trainer, spy = trainer_for("bert-sequence", tmp_path / str(plug), 8, plug=plug, kind=LossWithWeights,
+                                   per_device_train_batch_size=4, max_steps=2, max_grad_norm=0.3)  # fmt: skip
+        trainer.train()
+        found.append({**spy.weights[1], **trainer.beside.state_dict()})
     assert all(torch.allclose(found[0][name], found[1][name], atol=1e-6) for name in found[0])
