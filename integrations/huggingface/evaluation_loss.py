@@ -13,7 +13,7 @@ from torch import Tensor
 from integrations.huggingface.loss_rules import counting, observation
 from integrations.huggingface.loss_rules.counting import SUM
 from integrations.huggingface.loss_rules.evidence import Evidence, over_ranks, ranks
-from integrations.huggingface.loss_rules.find_rule import own_count, tolerance
+from integrations.huggingface.loss_rules.find_rule import multiplied, own_count, tolerance
 from integrations.huggingface.loss_rules.followed_count import Trace, follow
 from integrations.huggingface.loss_rules.head_probe import invisible_copy, take_rows
 from integrations.huggingface.loss_rules.observation import OF_THE_HOST, RULES, Seen, Way, watching
@@ -138,7 +138,8 @@ class EvaluationLoss:
         if self._evidence is None:
             self._evidence = Evidence(tolerance(self._trainer))
         accumulate = int(self._trainer.args.gradient_accumulation_steps)
-        self._evidence.note(loss, seen, accumulate, ranks())
+        times = multiplied(self._trainer, self.losses.compute_loss, seen)
+        self._evidence.note(loss / times, seen, accumulate, ranks())
         self._evidence.settle()
         self._asked = True
         valid = self._rows_of_this_rank(seen.size)

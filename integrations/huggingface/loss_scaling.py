@@ -26,7 +26,14 @@ from integrations.huggingface.gradient_scaling import Scaling, Share, loss_of, n
 from integrations.huggingface.loss_rules import counting, observation
 from integrations.huggingface.loss_rules.counting import SUM, Counting, at_least_one
 from integrations.huggingface.loss_rules.evidence import Evidence, over_ranks, ranks, sum_over_ranks
-from integrations.huggingface.loss_rules.find_rule import Finding, find_rule, of_the_user, own_count, tolerance
+from integrations.huggingface.loss_rules.find_rule import (
+    Finding,
+    find_rule,
+    multiplied,
+    of_the_user,
+    own_count,
+    tolerance,
+)
 from integrations.huggingface.loss_rules.lost_terms import LostTerms
 from integrations.huggingface.loss_rules.observation import KINDS, Rule, Seen, Way
 from integrations.huggingface.loss_window import LossWindow
@@ -56,7 +63,7 @@ class Losses:
             trainer, lambda: approximate("training_step scales the loss by a factor of its own, which stays")
         )
         self.evaluation, self.lost = EvaluationLoss(self), LostTerms(approximate)
-        self._compute_loss: Any = None  # the trainer's own, without the plug's
+        self.compute_loss: Any = None  # the trainer's own, without the plug's
         self._evidence: Evidence | None = None
         self._window = LossWindow()
         self._count: Tensor | int | None = None  # of the micro-batch at hand, for a library's head
@@ -88,7 +95,7 @@ class Losses:
         if self.trainer.args.n_gpu > 1:
             self._leave("DataParallel replicas: start one process a device with torchrun")
             return
-        self._compute_loss = compute_loss
+        self.compute_loss = compute_loss
         self.finding, self.rule, inexact = find_rule(self.trainer, batches, compute_loss)
         for term in inexact:
             self.approximate(term)
@@ -202,8 +209,8 @@ class Losses:
 
     def _share_seen(self, loss: Tensor, seen: Seen) -> Share | None:
         """By the rule that every call so far fits; None leaves it the host's way."""
-        window = self._window
-        self.evidence().note(loss, seen, window.micro_batches, ranks())
+        window, times = self._window, multiplied(self.trainer, self.compute_loss, seen)
+        self.evidence().note(loss / times, seen, window.micro_batches, ranks())
         if self._windows == 1 or not self.evidence().calls:
             self._look(Evidence.settle)  # before a rule is settled, the next micro-batch has to know
         counts = {kind: observation.count(kind, seen.batch) for kind in KINDS}
@@ -213,16 +220,16 @@ class Losses:
             rule = None
         if rule is None:
             as_it_is = self._says_scaled or self.evidence().uses_count(seen)
-            return None if as_it_is else Share(1 / window.micro_batches)
+            return None if as_it_is else Share(1 / (window.micro_batches * times))
         weight = self._weight(rule, counts)
         if window.given and window.given[-1][0] != rule:
             self._put_right(rule)
         window.given.append((rule, counts))
-        return Share(weight)
+        return Share(weight if rule.way is Way.COUNTED else weight / times)
 
     @cached_property
     def _says_scaled(self) -> bool:
-        return says_scaled(self.trainer, self._compute_loss)
+        return says_scaled(self.trainer, self.compute_loss)
 
     def _weight(self, rule: Rule, counts: dict[str, int | None]) -> float:
         window = self._window
@@ -258,7 +265,7 @@ class Losses:
         at(evidence)
         if before and not evidence.possible:
             model = type(counting.base(self.trainer.model)).__name__
-            what = "compute_loss" if of_the_user(self.trainer, self._compute_loss) else f"the loss of {model}"
+            what = "compute_loss" if of_the_user(self.trainer, self.compute_loss) else f"the loss of {model}"
             first = self._windows == 1 or (self._windows == 2 and not self._window.at)
             reason = (
                 f"{what} hides how many terms its mean has"

@@ -49,11 +49,9 @@ class Evidence:
 
     def _leaves_count(self, call: Seen) -> bool | None:
         """Of a call of the model: whether its own loss is a mean of its own terms; None where both would be alike."""
-        (outputs,) = call.outputs
-        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs[0]
-        if not isinstance(loss, Tensor) or not bool(torch.isfinite(loss).all()):
+        if call.own is None or not bool(torch.isfinite(call.own)):
             return None
-        found = errors(loss, call, list(RULES), 1, ranks())
+        found = errors(call.own, call, list(RULES), 1, ranks())
         fits = {rule.way for rule, error in found.items() if float(error) <= self.tolerance}
         return None if fits >= {Way.MEAN, Way.COUNTED} else Way.MEAN in fits
 

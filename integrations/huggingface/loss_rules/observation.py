@@ -150,6 +150,7 @@ class Seen:
         batch: the inputs as they came, labels included.
         number: the host's count, or None where it passes none.
         passed: calls of the model with labels that got the count, each with the inputs that it got.
+        own: of such a call, the loss that the model gave; the host multiplies it in place.
     """
 
     batch: Mapping[str, Any]
@@ -157,6 +158,7 @@ class Seen:
     trace: Trace = field(default_factory=Trace)
     outputs: list[Any] = field(default_factory=list)
     passed: list[Seen] = field(default_factory=list)
+    own: Tensor | None = None
     _totals: dict[str, Tensor | None] = field(default_factory=dict)
 
     @property
@@ -181,6 +183,13 @@ class Seen:
         """The same call, of its first rows only."""
         outputs = [take(o, 0, stop, self.size) if isinstance(o, Mapping) else o[:stop] for o in self.outputs]
         return Seen(take(self.batch, 0, stop, self.size), self.number, self.trace, outputs)
+
+    @property
+    def loss(self) -> Tensor | None:
+        """Among the outputs of the one call of the model, as it is now; None where there is none."""
+        outputs = self.outputs[0] if len(self.outputs) == 1 else {}
+        found = outputs.get("loss") if isinstance(outputs, Mapping) else outputs[0]
+        return found.detach() if isinstance(found, Tensor) and not found.dim() else None
 
     @property
     def size(self) -> int:
@@ -216,7 +225,9 @@ def watching(model: Any, batch: Any, number: Any) -> Iterator[Seen]:
         outputs = (before or model._call_impl)(*args, **given)
         seen.outputs.append(outputs)
         if counted and "labels" in kwargs:  # without them the model makes no loss of the count
-            seen.passed.append(Seen(given, number, Trace(used=True), [outputs]))
+            call = Seen(given, number, Trace(used=True), [outputs])
+            call.own = None if call.loss is None else call.loss.clone()
+            seen.passed.append(call)
         return outputs
 
     own["_compiled_call_impl"] = called
