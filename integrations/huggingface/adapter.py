@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from integrations.contract import HostTools, Session, WeightAverage
-from integrations.huggingface import arguments, deepspeed, evaluation, versions
+from integrations.huggingface import arguments, clipping, deepspeed, evaluation, versions
 from integrations.huggingface.checkpointing import Saving
 from integrations.huggingface.compiling import Generation, in_place_zeros, without_cache
 from integrations.huggingface.data import Loaders
@@ -111,7 +111,7 @@ class Adapter:
         self._install_losses(patches)
         patches.method("training_step", windows.training_step)
         versions.hold_fetching(patches, windows.get_batch_samples, self._get_num_items_in_batch)
-        versions.hold_gradients(self.trainer, patches, self._on_accelerator, windows.get_grad_norm)
+        versions.hold_gradients(patches, self._on_accelerator, windows.clip_grad_norm, windows.get_grad_norm)
         patches.method("save_model", saving.save_model)
         patches.method("_save_checkpoint", saving.save_checkpoint)
         if versions.RUN_EPOCH.here:
@@ -148,7 +148,7 @@ class Adapter:
                 self._generation.hold(self.on_model[0])
         engine = deepspeed.engine_of(trainer, self.config.clip_norm)
         self.on_model += [engine] if engine is not None else []
-        clip_norm = engine.clip_norm if engine is not None else args.max_grad_norm or 0
+        clip_norm = engine.clip_norm if engine is not None else clipping.limit(trainer) or 0
         start = self.tools.start(args.device)
         self.layout.apply(start.precision, start.memory_format)
         self.session = self.losses.session = session = self.tools.new_session(

@@ -37,17 +37,24 @@ def run(
     else:
         dataloader = loaders.for_evaluation(dataloader)
     order = _order(dataloader)
-    metrics = trainer.compute_metrics
+    metrics, names = trainer.compute_metrics, set[str]()
+
+    def measured(prediction: Any, **more: Any) -> Any:
+        found = metrics(prediction if order is None else _reordered(prediction, order), **more)
+        names.update(found or ())
+        return found
+
     losses.evaluation.begin()
     try:
-        if order is not None and metrics is not None:
-            trainer.compute_metrics = lambda prediction, **more: metrics(_reordered(prediction, order), **more)
+        if metrics is not None:
+            trainer.compute_metrics = measured
         with unprepared(trainer), kept.forecast(dataloader):
             output = original(dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
     finally:
         trainer.compute_metrics = metrics
     mean = None if own else losses.evaluation.mean(trainer.args.device)
-    if mean is not None and f"{metric_key_prefix}_loss" in (output.metrics or {}):
+    theirs = "loss" in names  # a metric of the user's of this name takes the place of the loss
+    if mean is not None and not theirs and f"{metric_key_prefix}_loss" in (output.metrics or {}):
         output.metrics[f"{metric_key_prefix}_loss"] = mean
     if order is None:
         return output

@@ -13,11 +13,11 @@ from torch import Tensor
 from integrations.huggingface.loss_rules import counting, observation
 from integrations.huggingface.loss_rules.counting import SUM
 from integrations.huggingface.loss_rules.evidence import Evidence, over_ranks, ranks
-from integrations.huggingface.loss_rules.find_rule import own_count, tolerance
+from integrations.huggingface.loss_rules.find_rule import multiplied, own_count, tolerance
 from integrations.huggingface.loss_rules.followed_count import Trace, follow
 from integrations.huggingface.loss_rules.head_probe import invisible_copy, take_rows
 from integrations.huggingface.loss_rules.observation import OF_THE_HOST, RULES, Seen, Way, watching
-from integrations.huggingface.patches import of_library
+from integrations.huggingface.patches import of_library, passes_on
 
 
 class EvaluationLoss:
@@ -39,6 +39,7 @@ class EvaluationLoss:
         """An evaluation begins."""
         self._sum, self._terms, self._asked = 0.0, 0, False
         self._latest: Tensor | None = None  # what `compute_loss` gave last
+        self._inputs: Any = None  # and what it was given
         self._own = 0  # losses that a prediction step of the user's own made in another way
         self._evidence: Evidence | None = None
         self._totals = [[0.0, 0.0] for _ in RULES]  # sum and terms by each rule of a loss that the user wrote
@@ -63,6 +64,7 @@ class EvaluationLoss:
             kwargs["num_items_in_batch"] = None
         if not self.losses.observes:
             found = original(model, inputs, *args, **kwargs)
+            self._inputs = inputs
             self._latest = (found[0] if isinstance(found, tuple) else found).detach()
             return found
         with self.watched(model, inputs, args, kwargs) as seen:
@@ -92,6 +94,8 @@ class EvaluationLoss:
             labels = batch["labels"].to(labels.device)  # for the user's metrics, as the data has them
         if loss is not None and self.losses.weighs:
             if of_library(original) or (self._latest is not None and bool((loss == self._latest.mean()).all())):
+                if hidden is None and not passes_on(self._trainer):
+                    batch = dict(self._inputs)  # with the labels that the user's method left
                 loss = self._add(loss, batch, hidden, compute_loss)
             else:
                 self._asked, self._own = True, self._own + 1
@@ -134,7 +138,8 @@ class EvaluationLoss:
         if self._evidence is None:
             self._evidence = Evidence(tolerance(self._trainer))
         accumulate = int(self._trainer.args.gradient_accumulation_steps)
-        self._evidence.note(loss, seen, accumulate, ranks())
+        times = multiplied(self._trainer, self.losses.compute_loss, seen)
+        self._evidence.note(loss / times, seen, accumulate, ranks())
         self._evidence.settle()
         self._asked = True
         valid = self._rows_of_this_rank(seen.size)

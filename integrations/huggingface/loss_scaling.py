@@ -11,10 +11,8 @@ in these calls. `gradient_scaling` then puts the gradient right.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -28,27 +26,23 @@ from integrations.huggingface.gradient_scaling import Scaling, Share, loss_of, n
 from integrations.huggingface.loss_rules import counting, observation
 from integrations.huggingface.loss_rules.counting import SUM, Counting, at_least_one
 from integrations.huggingface.loss_rules.evidence import Evidence, over_ranks, ranks, sum_over_ranks
-from integrations.huggingface.loss_rules.find_rule import Finding, find_rule, of_the_user, own_count, tolerance
+from integrations.huggingface.loss_rules.find_rule import (
+    Finding,
+    find_rule,
+    multiplied,
+    of_the_user,
+    own_count,
+    tolerance,
+)
 from integrations.huggingface.loss_rules.lost_terms import LostTerms
 from integrations.huggingface.loss_rules.observation import KINDS, Rule, Seen, Way
+from integrations.huggingface.loss_window import LossWindow
+from integrations.huggingface.patches import passes_on
 from integrations.huggingface.sharding import is_sharded
 
 LEFT = "weighted as the host does"
+CHANGED = "a micro-batch has other labels than when its window was counted"
 NOTHING = Share(0.0)
-
-
-@dataclass
-class _Window:
-    """The window at hand: K, terms by kind over all ranks, and what was given to its micro-batches so far."""
-
-    micro_batches: int = 0
-    totals: dict[str, float] = field(default_factory=dict)  # of a user's loss
-    total: Tensor | float = 0.0  # of a library's head
-    number: float = 0.0  # the host's own count of all terms
-    counts: deque[Tensor | int] = field(default_factory=deque)  # of a library's head, a micro-batch each
-    given: list[tuple[Rule, dict[str, int | None]]] = field(default_factory=list)  # of a user's loss
-    losses: list[tuple[int, Tensor]] = field(default_factory=list)  # (micro-batch from 1, loss)
-    at: int = 0  # micro-batch, from 1
 
 
 class Losses:
@@ -69,9 +63,9 @@ class Losses:
             trainer, lambda: approximate("training_step scales the loss by a factor of its own, which stays")
         )
         self.evaluation, self.lost = EvaluationLoss(self), LostTerms(approximate)
-        self._compute_loss: Any = None  # the trainer's own, without the plug's
+        self.compute_loss: Any = None  # the trainer's own, without the plug's
         self._evidence: Evidence | None = None
-        self._window = _Window()
+        self._window = LossWindow()
         self._count: Tensor | int | None = None  # of the micro-batch at hand, for a library's head
         self._inside = False  # of a training step
         self._windows = 0
@@ -101,7 +95,7 @@ class Losses:
         if self.trainer.args.n_gpu > 1:
             self._leave("DataParallel replicas: start one process a device with torchrun")
             return
-        self._compute_loss = compute_loss
+        self.compute_loss = compute_loss
         self.finding, self.rule, inexact = find_rule(self.trainer, batches, compute_loss)
         for term in inexact:
             self.approximate(term)
@@ -114,13 +108,14 @@ class Losses:
 
     def begin_window(self, original: Callable[..., Any], batches: list[Any], device: torch.device) -> Any:
         """Count the window. Replaces the trainer's `_get_num_items_in_batch`; returns what the host passes on."""
-        self._window = _Window(len(batches))
+        self._window = LossWindow(len(batches))
         self._windows += 1
         if self.weighs and batches:
             return self._count_terms(original, batches, device)
         number = original(batches, device)
         if self.observes and batches:
             found = [[observation.count(kind, batch) for batch in batches] for kind in KINDS]
+            self._window.fetched = dict(zip(KINDS, found, strict=True))
             sums = [float("nan") if None in counts else float(sum(counts)) for counts in found]  # type: ignore[arg-type]
             self._window.totals = dict(zip(KINDS, over_ranks(sums, device), strict=True))
             self._window.number = float(number) if isinstance(number, Tensor) else float(number or 0)
@@ -176,6 +171,8 @@ class Losses:
             return original(model, inputs, *args, **kwargs)
         if self._count is not None and self.rule is not None:
             kwargs["num_items_in_batch"] = None
+            if window.micro_batches > 1 and not passes_on(self.trainer) and self.rule.count(inputs) != int(self._count):
+                self.approximate(CHANGED)
             empty = not isinstance(self._count, Tensor) and not self._count and self.rule.kind != SUM
             with observation.watching(model, inputs, None) if empty else nullcontext(Seen({})) as seen:
                 found = original(model, inputs, *args, **kwargs)
@@ -212,24 +209,27 @@ class Losses:
 
     def _share_seen(self, loss: Tensor, seen: Seen) -> Share | None:
         """By the rule that every call so far fits; None leaves it the host's way."""
-        window = self._window
-        self.evidence().note(loss, seen, window.micro_batches, ranks())
+        window, times = self._window, multiplied(self.trainer, self.compute_loss, seen)
+        self.evidence().note(loss / times, seen, window.micro_batches, ranks())
         if self._windows == 1 or not self.evidence().calls:
             self._look(Evidence.settle)  # before a rule is settled, the next micro-batch has to know
         counts = {kind: observation.count(kind, seen.batch) for kind in KINDS}
         rule = self.evidence().rule(window.totals)
+        if rule is not None and rule.way in (Way.MEAN, Way.SHARE) and not window.as_fetched(rule.kind, counts):
+            self.approximate(f"{CHANGED}; {LEFT}")
+            rule = None
         if rule is None:
-            as_it_is = seen.trace.used or self._says_scaled
-            return None if as_it_is else Share(1 / window.micro_batches)
+            as_it_is = self._says_scaled or self.evidence().uses_count(seen)
+            return None if as_it_is else Share(1 / (window.micro_batches * times))
         weight = self._weight(rule, counts)
         if window.given and window.given[-1][0] != rule:
             self._put_right(rule)
         window.given.append((rule, counts))
-        return Share(weight)
+        return Share(weight if rule.way is Way.COUNTED else weight / times)
 
     @cached_property
     def _says_scaled(self) -> bool:
-        return says_scaled(self.trainer, self._compute_loss)
+        return says_scaled(self.trainer, self.compute_loss)
 
     def _weight(self, rule: Rule, counts: dict[str, int | None]) -> float:
         window = self._window
@@ -265,7 +265,7 @@ class Losses:
         at(evidence)
         if before and not evidence.possible:
             model = type(counting.base(self.trainer.model)).__name__
-            what = "compute_loss" if of_the_user(self.trainer, self._compute_loss) else f"the loss of {model}"
+            what = "compute_loss" if of_the_user(self.trainer, self.compute_loss) else f"the loss of {model}"
             first = self._windows == 1 or (self._windows == 2 and not self._window.at)
             reason = (
                 f"{what} hides how many terms its mean has"

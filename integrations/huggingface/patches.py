@@ -12,9 +12,20 @@ def of_host(method: Any) -> bool:
     """Whether a Trainer's method, looked at beneath our patches, is the host's own: no subclass's, no user's."""
     from transformers import Trainer
 
+    method = beneath(method)
+    return getattr(method, "__func__", None) is getattr(Trainer, method.__name__, None)
+
+
+def beneath(method: Any) -> Any:
+    """A method without our patches on it."""
     while getattr(method, "ours", False):
         method = method.__wrapped__
-    return getattr(method, "__func__", None) is getattr(Trainer, method.__name__, None)
+    return method
+
+
+def passes_on(trainer: Any) -> bool:
+    """Whether a micro-batch comes to `compute_loss` as it was fetched: no method of the user's has it before."""
+    return all(of_host(getattr(trainer, name)) for name in ("training_step", "_prepare_inputs", "_prepare_input"))
 
 
 def of_library(method: Any) -> bool:

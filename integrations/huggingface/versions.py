@@ -90,6 +90,7 @@ TABLE = (
     Symbol("accelerate.utils:gather_object"),
     Symbol("accelerate.utils:send_to_device"),
     Symbol("accelerate:Accelerator.clip_grad_norm_"),
+    Symbol("accelerate:Accelerator.unscale_gradients"),
     Symbol("accelerate:Accelerator.scaler"),
     Symbol("accelerate.optimizer:AcceleratedOptimizer.step_was_skipped"),
     Symbol("accelerate.optimizer:AcceleratedOptimizer._is_overflow"),
@@ -117,16 +118,16 @@ DEEPSPEED = (
 """Of an engine that most installations lack: only its own test asks for these."""
 
 
-def hold_gradients(trainer: Any, patches: Held, on_accelerator: Held, norm: Callable[..., Any]) -> None:
-    """`norm(original, model)` answers what the host asks for once a window, after the last backward.
+def hold_gradients(patches: Held, on_accelerator: Held, clip: Callable[..., Any], norm: Callable[..., Any]) -> None:
+    """Once a window, after the last backward, the host asks both: `clip` where it clips, then `norm(model, grad_norm)`.
 
     A host of before `_get_grad_norm` asks accelerate, and only where it clips.
     """
     if GRAD_NORM.here:
-        patches.method("_clip_grad_norm", lambda original, model: None)
+        patches.method("_clip_grad_norm", clip)
         patches.method("_get_grad_norm", norm)
     else:
-        on_accelerator.method("clip_grad_norm_", lambda original, *_, **__: norm(original, trainer.model))
+        on_accelerator.method("clip_grad_norm_", clip)
 
 
 def hold_fetching(patches: Held, fetch: Callable[..., Any], count: Callable[..., Any]) -> None:

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from integrations.contract import Outcome, Session
-from integrations.huggingface import versions
+from integrations.huggingface import clipping, versions
 from integrations.huggingface.deepspeed import OFF, Engine
 from integrations.huggingface.loss_rules import counting
 from integrations.huggingface.loss_scaling import Losses
 from integrations.huggingface.out_of_memory import Pieces
-from integrations.huggingface.patches import Held
+from integrations.huggingface.patches import Held, bare_optimizer, passes_on
 from integrations.huggingface.precision_layout import Layout
 
 INPUTS = ("input_ids", "pixel_values", "input_values", "input_features", "inputs_embeds")
@@ -73,7 +73,6 @@ class Windows:
         """`_get_num_items_in_batch` of a window."""
         losses = self.losses
         if not losses.known and batches:
-            self._set_problem_type(batches[0])
             losses.find_rule(batches, self.layout.compute_loss)
         self._recount = lambda: losses.begin_again(original, self._divided(batches), device)
         return losses.begin_window(original, self._divided(batches), device)
@@ -122,13 +121,14 @@ class Windows:
     def _plan(self, model: Any, inputs: Any, main: Tensor | None) -> None:
         """At a window's start; `main` is the input whose shape names the work."""
         session = self.session
-        if main is None or not self.losses.weighs:
-            why = (
-                "the loss is the user's own, or left to the host"
-                if main is not None
-                else f"no input is one of {', '.join(INPUTS)}"
-            )
-            session.measure_nothing(why)
+        if main is None:
+            session.measure_nothing(f"no input is one of {', '.join(INPUTS)}")
+        elif not self.losses.weighs:
+            session.measure_nothing("the loss is the user's own, or left to the host")
+        elif not passes_on(self.trainer):
+            session.measure_nothing("the training step, or what prepares its inputs, is the user's own")
+        else:
+            self._set_problem_type(inputs)
         model.train()
         session.training_mode()
         session.plan_window(self.layout.at(inputs), self._to_come(), () if main is None else main.shape)
@@ -144,11 +144,30 @@ class Windows:
 
     # -- the update --------------------------------------------------------------------------------------------
 
+    def clip_grad_norm(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """The host clips, after the last backward: the moment to put gradients right. Returns their norm.
+
+        What the plug leaves to the host's method, or to the user's, runs on what was put right, and says the norm.
+        """
+        norm = self._put_right().norm
+        if not clipping.by_host(self.trainer):
+            return torch.tensor(norm, dtype=torch.float64)
+        with clipping.unscaled(self.trainer):
+            return original(*args, **kwargs)
+
     def get_grad_norm(self, original: Callable[..., Any], model: Any, grad_norm: Any = None) -> Any:
-        """The host asks for the norm once a window, after the last backward: the moment to put gradients right."""
-        self.losses.end_window()
-        self.outcome = self._prepared()
-        return self.outcome.norm
+        """The host asks for the norm once a window, and hands in what `clip_grad_norm` gave where it clips."""
+        outcome = self._put_right()
+        if grad_norm is None and not clipping.by_host(self.trainer):
+            grad_norm = torch.tensor(outcome.norm, dtype=torch.float64)
+        with clipping.unscaled(self.trainer):
+            return original(model, grad_norm=grad_norm)
+
+    def _put_right(self) -> Outcome:
+        if self.outcome is None:
+            self.losses.end_window()
+            self.outcome = self._prepared()
+        return self.outcome
 
     def before_step(self) -> None:
         """on_pre_optimizer_step. Without gradients the host's step moves nothing; a scaler skips by itself."""
@@ -168,6 +187,8 @@ class Windows:
     def _prepared(self) -> Outcome:
         """What the update comes to; that of an engine has happened by now, in the last backward."""
         if self.engine is None:
+            trainer = self.trainer  # whose optimizer and limit a callback may have exchanged
+            self.session.use(bare_optimizer(trainer.optimizer), trainer.accelerator.scaler, clipping.limit(trainer))
             return self.session.prepare_update()
         return self.session.engine_stepped(self.engine.norm, self.engine.stepped)
 

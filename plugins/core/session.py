@@ -15,7 +15,7 @@ from plugins.core import checkpoint
 from plugins.core.autotune.plan_cache import PlanCache
 from plugins.core.autotune.plan_file import Start, write_switches
 from plugins.core.autotune.run_guard import RunGuard
-from plugins.core.autotune.timing import Trial, WindowStart
+from plugins.core.autotune.timing import Trial, WindowStart, hooked_parameter
 from plugins.core.autotune.tuner import Tuner
 from plugins.core.checkpoint.run_state import RunState
 from plugins.core.compile.decision import TuningStage
@@ -85,6 +85,8 @@ class Session:
         """At a window's first micro-batch, before its forward and outside autocast: let the planner try or switch."""
         if not self.tuner.waits:
             return
+        if hooked := hooked_parameter(self.model):
+            self.measure_nothing(f"a hook on {hooked}, which the backward of a trial would run")
         began = time.perf_counter()
         self.tuner.at_window(WindowStart(trial, self.updates, left, tuple(shape), self.window.expected))
         self.metrics.forgive(time.perf_counter() - began)

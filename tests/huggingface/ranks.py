@@ -185,6 +185,44 @@ def gathering(folder: Path) -> dict[str, Any]:
     }
 
 
+class PassesOn(Trainer):
+    """The form that a user's loss most often has."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        return super().compute_loss(model, inputs, return_outputs, num_items_in_batch=num_items_in_batch)
+
+
+def mean_of_tokens(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+    """A loss function that leaves the host's count aside."""
+    return torch.nn.functional.cross_entropy(outputs.logits.flatten(0, 1), labels.flatten())
+
+
+def passed_on(folder: Path) -> dict[str, Any]:
+    """Two losses of a user's, which the host multiplies by the ranks: the gradient of one update, and `eval_loss`."""
+    found: dict[str, Any] = {}
+    for name, kind, extra in (
+        ("method", PassesOn, {}),
+        ("function", Trainer, {"compute_loss_func": mean_of_tokens}),
+    ):
+        trainer, spy = trainer_for(
+            "bert-token",
+            folder,
+            8,
+            kind=kind,
+            extra=extra,
+            per_device_train_batch_size=2,
+            gradient_accumulation_steps=2,
+            max_steps=1,
+            options={"buckets": "off"},
+        )
+        evaluation = trainer.evaluate()["eval_loss"]
+        trainer.train()
+        found[name] = {"gradients": spy.gradients[0], "loss": losses(trainer)[0], "eval_loss": evaluation}
+    return found
+
+
 def main() -> None:
     target, names = Path(sys.argv[1]), sys.argv[2:]
     found = {name: globals()[name](target.parent / name) for name in names}

@@ -57,3 +57,13 @@ def test_a_prediction_step_that_calls_the_host_s_has_the_true_mean(tmp_path):
     _, alone = evaluated(t.Trainer, tmp_path / "alone", plug=False)
     _, found = evaluated(PassesOn, tmp_path / "own", plug=True)
     assert found == pytest.approx(true, rel=1e-6) != pytest.approx(alone, rel=1e-4)
+
+
+def test_a_users_metric_called_loss_takes_the_place_of_the_loss_as_with_the_host(tmp_path):
+    found = []
+    for plug in (True, False):
+        trainer, _ = trainer_for("bert-token", tmp_path / str(plug), 8, plug=plug, per_device_eval_batch_size=3,
+                                 extra={"compute_metrics": lambda prediction: {"loss": 7.0, "seen": 1.0}})  # fmt: skip
+        metrics = trainer.evaluate()
+        found.append({name: metrics[name] for name in ("eval_loss", "eval_seen")})
+    assert found[0] == found[1] == {"eval_loss": 7.0, "eval_seen": 1.0}

@@ -97,9 +97,10 @@ def test_a_copy_shares_the_parameters_and_nothing_else():
 
 def test_two_ranks_whose_loss_gathers_end_and_are_exact_with_batches_of_one(tmp_path):
     target = tmp_path / "found.pt"
-    command = processes.torchrun("tests.huggingface.ranks", str(target), "gathering")
+    command = processes.torchrun("tests.huggingface.ranks", str(target), "gathering", "passed_on")
     processes.launch(command, tmp_path / "log", seconds=240)
-    found = torch.load(target, weights_only=False)["gathering"]
+    both = torch.load(target, weights_only=False)
+    found = both["gathering"]
     assert found["calls"] == 6
     assert found["apart"] == 0.0
     batch = batch_for("bert-token", 12, uneven=True)
@@ -110,3 +111,8 @@ def test_two_ranks_whose_loss_gathers_end_and_are_exact_with_batches_of_one(tmp_
     model.load_state_dict(found["weights"])
     with torch.no_grad():
         assert found["eval_loss"] == pytest.approx(float(model(**batch).loss), rel=2e-6)
+    # what the host multiplies by the ranks, though nothing is divided by its count
+    gradients, loss = right("bert-token")
+    for one in both["passed_on"].values():
+        assert reference.difference(one["gradients"], gradients) <= 1e-6
+        assert (one["loss"], one["eval_loss"]) == (pytest.approx(loss, rel=2e-6), pytest.approx(loss, rel=2e-6))

@@ -35,8 +35,8 @@ def test_an_older_host_that_clips_is_asked_on_its_accelerator(monkeypatch: pytes
     accelerator = SimpleNamespace(clip_grad_norm_=lambda parameters, norm: "the host's")
     trainer = SimpleNamespace(accelerator=accelerator, model="model")
     held = Held(accelerator)
-    versions.hold_gradients(trainer, Held(trainer), held, lambda original, model: f"ours of {model}")
-    assert accelerator.clip_grad_norm_([], 1.0) == "ours of model"
+    versions.hold_gradients(Held(trainer), held, lambda original, *args: f"ours, not {original(*args)}", norm=None)
+    assert accelerator.clip_grad_norm_([], 1.0) == "ours, not the host's"
     held.undo()
     assert accelerator.clip_grad_norm_([], 1.0) == "the host's"
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from integrations.huggingface.loss_rules.observation import RULES, Rule, Seen, errors
+from integrations.huggingface.loss_rules.observation import RULES, Rule, Seen, Way, errors
 
 
 class Evidence:
@@ -22,6 +22,7 @@ class Evidence:
         self.tolerance = tolerance
         self.possible: list[Rule] = list(RULES)
         self.calls = 0  # that told something
+        self._count_is_left: bool | None = None  # by the model, as far as a call has told
         self._pending: list[tuple[Tensor, dict[Rule, Tensor]]] = []
 
     def note(self, loss: Tensor, seen: Seen, micro_batches: int, ranks: int) -> None:
@@ -39,6 +40,20 @@ class Evidence:
             apart = torch.stack(list(found.values())).tolist() if found else []
             fits = {rule for rule, error in zip(found, apart, strict=True) if error <= self.tolerance}
             self.possible = [rule for rule in self.possible if rule in fits]
+
+    def uses_count(self, seen: Seen) -> bool:
+        """Whether the host's count may be in this loss: many heads get it and leave it aside, as BERT's do."""
+        if seen.passed and not seen.trace.used and self._count_is_left is None:
+            self._count_is_left = self._leaves_count(seen.passed[0])
+        return seen.trace.used or (bool(seen.passed) and self._count_is_left is not True)
+
+    def _leaves_count(self, call: Seen) -> bool | None:
+        """Of a call of the model: whether its own loss is a mean of its own terms; None where both would be alike."""
+        if call.own is None or not bool(torch.isfinite(call.own)):
+            return None
+        found = errors(call.own, call, list(RULES), 1, ranks())
+        fits = {rule.way for rule, error in found.items() if float(error) <= self.tolerance}
+        return None if fits >= {Way.MEAN, Way.COUNTED} else Way.MEAN in fits
 
     def agree(self, device: torch.device) -> None:
         """A rule holds where it holds on every rank. A collective over all of them."""

@@ -149,12 +149,16 @@ class Seen:
     Attributes:
         batch: the inputs as they came, labels included.
         number: the host's count, or None where it passes none.
+        passed: calls of the model with labels that got the count, each with the inputs that it got.
+        own: of such a call, the loss that the model gave; the host multiplies it in place.
     """
 
     batch: Mapping[str, Any]
     number: Any = None
     trace: Trace = field(default_factory=Trace)
     outputs: list[Any] = field(default_factory=list)
+    passed: list[Seen] = field(default_factory=list)
+    own: Tensor | None = None
     _totals: dict[str, Tensor | None] = field(default_factory=dict)
 
     @property
@@ -179,6 +183,13 @@ class Seen:
         """The same call, of its first rows only."""
         outputs = [take(o, 0, stop, self.size) if isinstance(o, Mapping) else o[:stop] for o in self.outputs]
         return Seen(take(self.batch, 0, stop, self.size), self.number, self.trace, outputs)
+
+    @property
+    def loss(self) -> Tensor | None:
+        """Among the outputs of the one call of the model, as it is now; None where there is none."""
+        outputs = self.outputs[0] if len(self.outputs) == 1 else {}
+        found = outputs.get("loss") if isinstance(outputs, Mapping) else outputs[0]
+        return found.detach() if isinstance(found, Tensor) and not found.dim() else None
 
     @property
     def size(self) -> int:
@@ -210,10 +221,13 @@ def watching(model: Any, batch: Any, number: Any) -> Iterator[Seen]:
 
     def called(*args: Any, **kwargs: Any) -> Any:
         counted = any(isinstance(value, Followed) for value in kwargs.values())
-        outputs = (before or model._call_impl)(*args, **(plain(kwargs) if counted else kwargs))
+        given = plain(kwargs) if counted else kwargs
+        outputs = (before or model._call_impl)(*args, **given)
         seen.outputs.append(outputs)
         if counted and "labels" in kwargs:  # without them the model makes no loss of the count
-            seen.trace.used = True
+            call = Seen(given, number, Trace(used=True), [outputs])
+            call.own = None if call.loss is None else call.loss.clone()
+            seen.passed.append(call)
         return outputs
 
     own["_compiled_call_impl"] = called
@@ -246,7 +260,7 @@ def errors(loss: Tensor, seen: Seen, rules: list[Rule], micro_batches: int, rank
             if quotients:
                 found[rule] = torch.stack([_apart(loss, q.to(loss.device)) for q in quotients]).min()
             continue
-        if rule.way is Way.COUNTED and (number is None or not seen.trace.used):
+        if rule.way is Way.COUNTED and (number is None or not (seen.trace.used or seen.passed)):
             continue
         if rule.kind not in counts:
             counts[rule.kind] = count(rule.kind, seen.batch)
