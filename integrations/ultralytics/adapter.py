@@ -98,7 +98,7 @@ class Adapter(NotCopied):
         set_decay(trainer, session, config.ema)
         self.losses = Losses(self.model, session, self.patches, groups)
         self.crosses_epochs = self.losses.crosses_epochs and not ranks.several(trainer)  # rank 0 alone saves its part
-        self.rescuing = Rescuing(trainer, session, self.layout, self.losses.around)
+        self.rescuing = Rescuing(trainer, session, self.layout, self.losses)
         self._resize(self.size)
         self._patch()
         self.saving = Saving(trainer, session, self.patches, self._state)
@@ -195,7 +195,7 @@ class Adapter(NotCopied):
         if self.session.window.empty:
             self.losses.refresh()
 
-    def _preprocess_batch(self, inner: Callable[..., Any], batch: dict[str, Any]) -> dict[str, Any]:
+    def _preprocess_batch(self, inner: Callable[..., Any], batch: Any) -> dict[str, Any]:
         first = self.session.window.empty
         self._index += 1
         if (chosen := schedule.hold_accumulate(self.trainer, self._index)) is not None:
@@ -203,17 +203,18 @@ class Adapter(NotCopied):
             if self.size is not None:
                 self.session.warn(f"trainer.accumulate={chosen}: set by a callback; the plug's own {self.size} holds")
         self.rescuing.note(batch, lambda raw: self._preprocess.enter(self._scaled, raw, first))
-        self.session.micro_batch(batch["img"].shape[0], expected=self._due() if self.size is None else None)
+        self.session.arrived(expected=self._due() if self.size is None else None)
         batch = self._scaled(inner, batch, first)
+        self.session.count(len(batch["img"]))
         self.session.shape(batch["img"].shape)
         if first:
-            with torch.autocast(self.trainer.device.type, enabled=False):  # the host calls this inside its own
+            with torch.autocast(self.trainer.device.type, enabled=False), self.losses.around.without_users():
                 trial = self.layout.at(self.rescuing.first_piece(batch))
                 self.session.plan_window(trial, self._left(), batch["img"].shape)
         self.rescuing.arm()
         return batch
 
-    def _scaled(self, inner: Callable[..., Any], batch: dict[str, Any], first: bool) -> dict[str, Any]:
+    def _scaled(self, inner: Callable[..., Any], batch: Any, first: bool) -> dict[str, Any]:
         if getattr(self.trainer.args, "multi_scale", 0.0) and self.session.window.expected > 1:
             return self._draw.preprocess(inner, batch, first)
         found: dict[str, Any] = inner(batch)

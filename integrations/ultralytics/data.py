@@ -81,9 +81,7 @@ class ScaleDraw:
     def __init__(self) -> None:
         self._before: Any = None  # Python's generator before the window's draw
 
-    def preprocess(
-        self, inner: Callable[[dict[str, Any]], dict[str, Any]], batch: dict[str, Any], first: bool
-    ) -> dict[str, Any]:
+    def preprocess(self, inner: Callable[[Any], dict[str, Any]], batch: Any, first: bool) -> dict[str, Any]:
         """`inner(batch)`, which draws a scale: a new one where the batch is the `first` of its window."""
         if first or self._before is None:
             self._before = random.getstate()
