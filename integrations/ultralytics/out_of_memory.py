@@ -27,14 +27,18 @@ class _Later(torch.autograd.Function):
     """A value whose backward is `run`; `anchor` requires a gradient, and gets none."""
 
     @staticmethod
-    def forward(ctx: Any, value: Tensor, anchor: Tensor, run: Callable[[Tensor], None]) -> Tensor:
+    def forward(ctx: Any, value: Tensor, anchor: Tensor, run: Callable[[Tensor, bool], None]) -> Tensor:
         ctx.run = run
         return value.clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
-        run, ctx.run = ctx.run, None  # the trainer keeps its last loss, which would keep the run
-        run(gradient)
+        run, keep = ctx.run, torch._C._autograd._get_current_graph_task_keep_graph()
+        if run is None:
+            raise RuntimeError("a second backward of a loss whose graph is gone: give the first one retain_graph=True")
+        if not keep:
+            ctx.run = None  # the trainer keeps its last loss, which would keep the run
+        run(gradient, keep)
         return None, None, None
 
 
@@ -101,14 +105,15 @@ class Rescuing:
         anchor = torch.zeros((), device=value.device, requires_grad=True)
         return _Later.apply(value.detach(), anchor, self._run), items  # type: ignore[no-untyped-call]
 
-    def _run(self, gradient: Tensor) -> None:
+    def _run(self, gradient: Tensor, keep: bool) -> None:
         with torch.enable_grad():
-            self.session.rescue.guarded(lambda: self._backward(gradient))
+            self.session.rescue.guarded(lambda: self._backward(gradient, keep))
 
-    def _backward(self, gradient: Tensor) -> None:
-        assert self._root is not None, "a second backward of a loss whose graph is gone"
-        torch.autograd.backward(self._root, gradient)
-        self._root = None
+    def _backward(self, gradient: Tensor, keep: bool) -> None:
+        assert self._root is not None, "a backward of another batch's loss"
+        torch.autograd.backward(self._root, gradient, retain_graph=keep)
+        if not keep:
+            self._root = None
 
     def _in_pieces(self, inner: Callable[..., Any], batch: dict[str, Any]) -> tuple[Tensor, Any]:
         """Forward and backward of each piece, in the host's autocast; the sum of their losses, and the mean items."""

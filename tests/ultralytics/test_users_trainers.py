@@ -166,3 +166,22 @@ def test_20163_a_loss_that_a_callback_looks_at_is_the_host_s_and_no_micro_batch_
     now = len(seen)
     train(callbacks={"on_train_start": look}, name="alone", **options)
     assert seen[now] == seen[0]
+
+
+def test_a_trainer_may_take_the_backward_of_each_term_by_itself(train: Train) -> None:
+    """As gradient surgery (PCGrad, GradNorm) does."""
+
+    class Halves:
+        def __init__(self, loss: torch.Tensor) -> None:
+            self.loss = loss
+
+        def backward(self) -> None:
+            (self.loss * 0.5).backward(retain_graph=True)
+            (self.loss * 0.5).backward()
+
+    def halve(trainer: Any) -> None:
+        trainer.scaler.scale = Halves
+
+    options: dict[str, Any] = {"images": 8, "nbs": 4, "spy": NoSpy(), "callbacks": {"on_train_start": halve}}
+    alone, ours = train(name="alone", **options), train(accel={}, **options)
+    assert same(ours.weights, alone.weights)
