@@ -60,7 +60,10 @@ OWN: list[tuple[dict[str, float], bool]] = [({"weight_decay": 0.1}, True), ({"we
 
 
 @pytest.mark.parametrize(("own", "decays"), OWN)
-def test_groups_of_a_user_s_own_take_the_decay_over_or_have_theirs(own: dict[str, float], decays: bool) -> None:
+def test_groups_of_a_user_s_own_take_the_decay_over_or_have_theirs(
+    own: dict[str, float], decays: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(versions, "GROUP_NAMES", SimpleNamespace(here=True))
     assert versions.decays(own, 0.1) == decays
     assert not versions.warms_up_as_bias(SimpleNamespace(optimizer=SimpleNamespace(param_groups=[own])), own)
 
