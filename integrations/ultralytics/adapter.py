@@ -22,7 +22,7 @@ from torch import nn
 from integrations.contract import HostTools, Session, UnsupportedRun
 from integrations.patches import Hook, NotCopied, Patches
 from integrations.ultralytics import data, ranks, schedule, supported, versions
-from integrations.ultralytics.checkpointing import Saving
+from integrations.ultralytics.checkpointing import Saving, divided, put_late
 from integrations.ultralytics.ema import HostAverage, set_decay
 from integrations.ultralytics.loss_scaling import Losses, loss_groups
 from integrations.ultralytics.out_of_memory import Rescuing
@@ -45,7 +45,6 @@ class Adapter(NotCopied):
             "on_train_epoch_end": Hook(self._epoch_end),
         }
         self._resumed: dict[str, Any] | None = None
-        self._gradients: list[tuple[nn.Parameter, Any]] = []  # of a resumed window
         self._draw = data.ScaleDraw()
         self._mosaic_closed = False
         self._index = -1  # of the micro-batch in its epoch
@@ -98,7 +97,7 @@ class Adapter(NotCopied):
         set_decay(trainer, session, config.ema)
         self.losses = Losses(self.model, session, self.patches, groups)
         self.crosses_epochs = self.losses.crosses_epochs and not ranks.several(trainer)  # rank 0 alone saves its part
-        self.rescuing = Rescuing(trainer, session, self.layout, self.losses.around)
+        self.rescuing = Rescuing(trainer, session, self.layout, self.losses)
         self._resize(self.size)
         self._patch()
         self.saving = Saving(trainer, session, self.patches, self._state)
@@ -145,13 +144,13 @@ class Adapter(NotCopied):
         """Put back what the host's checkpoint lacks; what users' callbacks set from here on holds, as in the host."""
         trainer = self.trainer
         rates = [group["initial_lr"] for group in trainer.optimizer.param_groups]
-        self.session.load_state_dict(state)
+        now, late = divided(state, self.model)
+        self.session.load_state_dict(now)
         for group, rate in zip(trainer.optimizer.param_groups, rates, strict=True):
             group["initial_lr"] = rate  # settings may have changed with the resume
         if self.size is not None:
             schedule.set_weight_decay(trainer, trainer.batch_size * self.size)
-        self._gradients = [(p, p.grad) for p in self.model.parameters()]  # the host zeroes them before its first epoch
-        self._resumed = ranks.of_this_rank(trainer, state)
+        self._resumed = {**ranks.of_this_rank(trainer, state), "late": late}
 
     # -- the loop, in its order ---------------------------------------------------------------------------------
     def _epoch_start(self, trainer: Any) -> None:
@@ -159,9 +158,10 @@ class Adapter(NotCopied):
         self._index = -1
         state, self._resumed = self._resumed, None
         if state is not None:
-            for parameter, gradient in self._gradients:
-                parameter.grad = gradient
-            self._gradients = []
+            if lost := put_late(self.model, state["late"]):
+                self.session.warn(
+                    f"the model has no place for {len(lost)} tensors of the checkpoint, such as {lost[0]}"
+                )
             self._mosaic_closed = state["mosaic_closed"]
             if not data.restore(trainer.train_loader, state["loader"], self._mosaic_closed):
                 self.session.warn(
@@ -195,7 +195,7 @@ class Adapter(NotCopied):
         if self.session.window.empty:
             self.losses.refresh()
 
-    def _preprocess_batch(self, inner: Callable[..., Any], batch: dict[str, Any]) -> dict[str, Any]:
+    def _preprocess_batch(self, inner: Callable[..., Any], batch: Any) -> dict[str, Any]:
         first = self.session.window.empty
         self._index += 1
         if (chosen := schedule.hold_accumulate(self.trainer, self._index)) is not None:
@@ -203,17 +203,18 @@ class Adapter(NotCopied):
             if self.size is not None:
                 self.session.warn(f"trainer.accumulate={chosen}: set by a callback; the plug's own {self.size} holds")
         self.rescuing.note(batch, lambda raw: self._preprocess.enter(self._scaled, raw, first))
-        self.session.micro_batch(batch["img"].shape[0], expected=self._due() if self.size is None else None)
+        self.session.arrived(expected=self._due() if self.size is None else None)
         batch = self._scaled(inner, batch, first)
+        self.session.count(len(batch["img"]))
         self.session.shape(batch["img"].shape)
         if first:
-            with torch.autocast(self.trainer.device.type, enabled=False):  # the host calls this inside its own
+            with torch.autocast(self.trainer.device.type, enabled=False), self.losses.around.without_users():
                 trial = self.layout.at(self.rescuing.first_piece(batch))
                 self.session.plan_window(trial, self._left(), batch["img"].shape)
         self.rescuing.arm()
         return batch
 
-    def _scaled(self, inner: Callable[..., Any], batch: dict[str, Any], first: bool) -> dict[str, Any]:
+    def _scaled(self, inner: Callable[..., Any], batch: Any, first: bool) -> dict[str, Any]:
         if getattr(self.trainer.args, "multi_scale", 0.0) and self.session.window.expected > 1:
             return self._draw.preprocess(inner, batch, first)
         found: dict[str, Any] = inner(batch)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import nn
 from ultralytics.engine import trainer as host
 from ultralytics.utils import LOGGER, RANK
 
@@ -123,6 +125,30 @@ def find_state(trainer: Any, files: Any) -> dict[str, Any] | None:
     source = Path(str(trainer.args.resume if isinstance(trainer.args.resume, (str, Path)) else trainer.args.model))
     found: dict[str, Any] | None = files.load_sidecar(source) if source.is_file() else None
     return found
+
+
+def divided(state: Mapping[str, Any], model: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The extra state, in what can be put back now and what only as the first epoch begins.
+
+    Late are the gradients of an open window, which the host zeroes before, and the tensors of modules that users'
+    callbacks will put on the model (a teacher, an adapter, a criterion).
+    """
+    here = model.state_dict().keys()
+    late = {name: tensor for name, tensor in state["model"].items() if name not in here}
+    now = {name: tensor for name, tensor in state["model"].items() if name in here}
+    return {**state, "model": now, "gradients": {}}, {"model": late, "gradients": state.get("gradients", {})}
+
+
+@torch.no_grad()
+def put_late(model: nn.Module, late: Mapping[str, Any]) -> list[str]:
+    """Put back what `divided` left for the first epoch; returns names that the model has no place for."""
+    live, parameters = model.state_dict(), dict(model.named_parameters())
+    lost = [name for name, tensor in late["model"].items() if name not in live or live[name].shape != tensor.shape]
+    for name in late["model"].keys() - set(lost):
+        live[name].copy_(late["model"][name])
+    for name in late["gradients"].keys() & parameters.keys():
+        parameters[name].grad = late["gradients"][name].to(parameters[name].device)
+    return lost
 
 
 def writes_report() -> bool:

@@ -41,11 +41,15 @@ def restore(loader: Any, state: dict[str, Any], mosaic_closed: bool) -> bool:
     if state["samples"] != len(loader.dataset):
         return False
     _refill(loader.dataset, state["buffer"])
-    if not isinstance(loader, InfiniteDataLoader):
+
+    def put_generators() -> None:
         _put(loader, state["generator"])
         _put(getattr(loader, "sampler", None), state.get("sampler"))
+
+    if not isinstance(loader, InfiniteDataLoader):
+        put_generators()
         return True
-    if state["generator"] is None or loader.num_workers > 0:
+    if loader.num_workers > 0:
         return True  # workers draw ahead and from generators of their own: equal in distribution, not bit for bit
     begins_anew = False
     live: Any = loader
@@ -59,10 +63,12 @@ def restore(loader: Any, state: dict[str, Any], mosaic_closed: bool) -> bool:
     def first_iterator() -> Any:
         del loader.reset, loader._get_iterator
         if begins_anew:
-            loader.generator.set_state(state["generator"])
+            put_generators()
             return make_iterator()
+        now = torch.get_rng_state()
         iterator = make_iterator()  # draws a seed, as the straight run's did when it was made
-        loader.generator.set_state(state["generator"])
+        torch.set_rng_state(now)  # a loader without a generator draws from torch's
+        put_generators()
         _pending_draw(loader)
         return iterator
 
@@ -81,9 +87,7 @@ class ScaleDraw:
     def __init__(self) -> None:
         self._before: Any = None  # Python's generator before the window's draw
 
-    def preprocess(
-        self, inner: Callable[[dict[str, Any]], dict[str, Any]], batch: dict[str, Any], first: bool
-    ) -> dict[str, Any]:
+    def preprocess(self, inner: Callable[[Any], dict[str, Any]], batch: Any, first: bool) -> dict[str, Any]:
         """`inner(batch)`, which draws a scale: a new one where the batch is the `first` of its window."""
         if first or self._before is None:
             self._before = random.getstate()
@@ -116,10 +120,15 @@ def _put(owner: Any, state: Any) -> None:
 
 
 def _pending_draw(loader: Any) -> None:
-    """After a full last batch torch's RandomSampler has one draw pending, for the empty rest of its epoch."""
-    samples = len(loader.sampler)
-    if samples % loader.batch_size == 0 and isinstance(loader.sampler, torch.utils.data.RandomSampler):
-        torch.randperm(samples, generator=loader.generator)
+    """After a full last batch torch's RandomSampler has one draw pending, for the empty rest of its epoch.
+
+    One without a generator of its own makes one an epoch, which ends with it.
+    """
+    sampler = loader.sampler
+    if len(sampler) % loader.batch_size or not isinstance(sampler, torch.utils.data.RandomSampler):
+        return
+    if sampler.generator is not None:
+        torch.randperm(len(sampler), generator=sampler.generator)
 
 
 def _mosaic_buffer(dataset: Any) -> list[int]:

@@ -6,6 +6,9 @@ Classification is a plain mean over images. RT-DETR divides by the number of obj
 points, depth, semantic maps) have normalisers of their own over the same parameters: one factor at the close
 cannot serve both, so they keep the host's size and are named approximate. So is what a user's own criterion returns
 beyond the host's terms, and what a user's own `loss` adds to it.
+
+A micro-batch counts once, at the first answer of each criterion. What users ask of it besides (a loss for the log, the
+second forward of sharpness-aware minimization) is the host's value, and its gradient keeps the host's size.
 """
 
 from __future__ import annotations
@@ -49,9 +52,15 @@ class Losses:
         self.crosses_epochs = True
         self._criterion: Any = None
         self._count: Callable[[dict[str, Any]], int] | None = None
+        self._due: set[str] = set()  # criteria whose answer for the micro-batch at hand is still to come
+        self._inside = False  # the call of `model.loss` for the micro-batch at hand
         self._weighed: Tensor | None = None  # what the criterion returned in this call of `model.loss`
         self._hold()
         self.around = patches.around(model, "loss", self._loss)
+
+    def arm(self) -> None:
+        """The next forward is that of the micro-batch at hand, or of a piece of it."""
+        self._due = {ALL, ONE_TO_ONE, ONE_TO_MANY}
 
     def refresh(self) -> None:
         """Between two windows: a callback may have put another criterion on the model, or other parameters."""
@@ -80,6 +89,8 @@ class Losses:
         elif criterion is not None:
             session.approximate(f"{type(criterion).__name__}: summed as the host does")
         self._criterion = getattr(model, "criterion", None)  # an older host's is held by a function in its place
+        if _is_own(model, criterion):
+            session.measure_nothing("the loss is the user's own")
 
     def _end_to_end(self, criterion: Any) -> None:
         self.crosses_epochs = not hasattr(criterion, "update")
@@ -105,16 +116,33 @@ class Losses:
         exact: Tensor | None = None  # which entries of what it returns are the host's terms
         wholly = True
 
-        def assign(*args: Any, **kwargs: Any) -> Any:
-            found = assigner(*args, **kwargs)
-            captured[:] = [found[2].detach().sum()]  # target_scores [B, anchors, classes]
-            return found
+        held: list[Any] = []
+
+        def hold_assigner() -> None:
+            """The one that is there now: a callback may have put another."""
+            if any(leaf.assigner is one for one in held):
+                return
+            owner, name = (leaf.assigner, "forward") if isinstance(leaf.assigner, nn.Module) else (leaf, "assigner")
+            inner = getattr(owner, name)
+
+            def assign(*args: Any, **kwargs: Any) -> Any:
+                found = inner(*args, **kwargs)
+                captured[:] = [found[2].detach().sum()]  # target_scores [B, anchors, classes]
+                return found
+
+            self.patches.put(owner, name, assign)
+            held.append(leaf.assigner)
 
         def loss(preds: Any, batch: dict[str, Any]) -> Any:
             nonlocal exact, wholly
+            hold_assigner()
+            captured.clear()
             value, items = original(preds, batch)
             if not torch.is_grad_enabled() or not captured:
                 return value, items
+            if group not in self._due:  # inside, what it adds up to is weighed by `_loss`
+                return (value if self._inside and not self.groups else self._beside(value, group)), items
+            self._due.discard(group)
             images = batch["img"].shape[0]
             weight = self.session.batch_mean(images, captured.pop(), group)
             if not (isinstance(weight, float) and weight == 1.0):
@@ -126,18 +154,27 @@ class Losses:
             return value, items
 
         original = versions.hold_loss(self.patches, owner, attribute, loss)
-        if isinstance(leaf.assigner, nn.Module):
-            assigner = self.patches.put(leaf.assigner, "forward", assign)
-        else:
-            assigner = self.patches.put(leaf, "assigner", assign)
+        hold_assigner()
+
+    def _beside(self, value: Any, group: str) -> Any:
+        """A loss that does not count: the host's value, with a gradient that has the host's size after the close."""
+        share = self.session.share(group)
+        if isinstance(share, float) and share == 1.0:
+            return value
+        return value.detach() + (value - value.detach()) * share
 
     def _loss(self, inner: Callable[..., Any], batch: dict[str, Any], preds: Any = None) -> Any:
         """Weight a loss that is one mean over its targets, and what was added to the criterion's."""
-        self._weighed = None
-        value, items = inner(batch) if preds is None else inner(batch, preds)
+        self._inside, self._weighed = bool(self._due) and torch.is_grad_enabled(), None
+        try:
+            value, items = inner(batch) if preds is None else inner(batch, preds)
+        finally:
+            first, self._inside = self._inside, False
+        if not first:
+            mean = torch.is_grad_enabled() and self._count is not None
+            return (self._beside(value, ALL) if mean else value), items
+        self._due.clear()
         weighed, self._weighed = self._weighed, None
-        if not torch.is_grad_enabled():
-            return value, items
         terms = [torch.as_tensor(v).detach().sum() for v in (items.values() if isinstance(items, Mapping) else [items])]
         self.session.loss(sum(terms[1:], terms[0]), len(batch["img"]))
         if self._count is not None:
@@ -169,6 +206,14 @@ def _criterion(model: Any) -> Any:
         with suppress(NotImplementedError):
             model.criterion = model.init_criterion()
     return getattr(model, "criterion", None)
+
+
+def _is_own(model: Any, criterion: Any) -> bool:
+    """Whether a user wrote the loss, or a part of it: it is called as often as by the host."""
+    parts = (criterion, getattr(criterion, ONE_TO_MANY, None), getattr(criterion, ONE_TO_ONE, None))
+    loss = getattr(type(model), "loss", None)
+    codes = [getattr(loss, "__module__", ""), *(type(part).__module__ for part in parts if part is not None)]
+    return any(code.split(".")[0] != "ultralytics" for code in codes)
 
 
 def _host_terms(leaf: Any, names: tuple[str, ...], value: Tensor, items: Any, images: int) -> Tensor:

@@ -8,6 +8,7 @@ the loss, which then has no graph.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from integrations.contract import Session
-from integrations.patches import Around
 from integrations.shared.pieces import Indivisible, rows
+from integrations.ultralytics.loss_scaling import Losses
 from integrations.ultralytics.precision_layout import Layout
 
 OBJECTS = ("batch_idx", "cls", "bboxes", "keypoints", "segments", "obb")  # one row an object, where there is batch_idx
@@ -26,14 +27,18 @@ class _Later(torch.autograd.Function):
     """A value whose backward is `run`; `anchor` requires a gradient, and gets none."""
 
     @staticmethod
-    def forward(ctx: Any, value: Tensor, anchor: Tensor, run: Callable[[Tensor], None]) -> Tensor:
+    def forward(ctx: Any, value: Tensor, anchor: Tensor, run: Callable[[Tensor, bool], None]) -> Tensor:
         ctx.run = run
         return value.clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
-        run, ctx.run = ctx.run, None  # the trainer keeps its last loss, which would keep the run
-        run(gradient)
+        run, keep = ctx.run, torch._C._autograd._get_current_graph_task_keep_graph()
+        if run is None:
+            raise RuntimeError("a second backward of a loss whose graph is gone: give the first one retain_graph=True")
+        if not keep:
+            ctx.run = None  # the trainer keeps its last loss, which would keep the run
+        run(gradient, keep)
         return None, None, None
 
 
@@ -44,35 +49,38 @@ class Rescuing:
         trainer: the host's.
         session: of the run.
         layout: knows the host's autocast.
-        around: what weighs `model.loss`; it is done in pieces here, each weighed.
+        losses: what weighs `model.loss`, which is done in pieces here, each weighed.
     """
 
-    def __init__(self, trainer: Any, session: Session, layout: Layout, around: Around) -> None:
-        self.trainer, self.session, self.layout, self.around = trainer, session, layout, around
+    def __init__(self, trainer: Any, session: Session, layout: Layout, losses: Losses) -> None:
+        self.trainer, self.session, self.layout, self.losses = trainer, session, layout, losses
         self.alone = not isinstance(trainer.model, nn.parallel.DistributedDataParallel)
-        self._weighed, around.around = around.around, self._loss
+        self._weighed, losses.around.around = losses.around.around, self._loss
         self._armed = False  # the next loss is that of the micro-batch at hand
         self._root: Tensor | None = None  # the loss with its graph
         session.rescue.held_by(again=self._forget, keep=self._keep)
 
-    def note(self, batch: dict[str, Any], preprocess: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    def note(self, batch: Any, preprocess: Callable[[Any], dict[str, Any]]) -> None:
         """A batch has come from the loader.
 
         Args:
             batch: as the loader gave it.
             preprocess: what the loop does with it, to be done again.
         """
-        raw = dict(batch)  # the host moves tensors to the device inside its own dict
+        raw = copy.copy(batch)  # the host moves tensors to the device inside its own dict
+        plain = isinstance(raw, Mapping) and "img" in raw  # a user's own `preprocess_batch` may take anything
 
         def again() -> Any:
             with self.layout.host_autocast():
-                return self.around.enter(self._in_pieces, preprocess(dict(raw)))
+                return self.losses.around.enter(self._in_pieces, preprocess(copy.copy(raw)))
 
-        self.session.rescue.note(again, len(raw["img"]), lambda: self._why(raw))
+        samples = len(raw["img"]) if plain else self.trainer.batch_size
+        self.session.rescue.note(again, samples, lambda: self._why(raw if plain else {}))
 
     def arm(self) -> None:
         """The micro-batch at hand comes next, trials are over."""
         self._armed = True
+        self.losses.arm()
 
     def first_piece(self, batch: dict[str, Any]) -> dict[str, Any]:
         """What a trial runs on."""
@@ -97,20 +105,22 @@ class Rescuing:
         anchor = torch.zeros((), device=value.device, requires_grad=True)
         return _Later.apply(value.detach(), anchor, self._run), items  # type: ignore[no-untyped-call]
 
-    def _run(self, gradient: Tensor) -> None:
+    def _run(self, gradient: Tensor, keep: bool) -> None:
         with torch.enable_grad():
-            self.session.rescue.guarded(lambda: self._backward(gradient))
+            self.session.rescue.guarded(lambda: self._backward(gradient, keep))
 
-    def _backward(self, gradient: Tensor) -> None:
-        assert self._root is not None, "a second backward of a loss whose graph is gone"
-        torch.autograd.backward(self._root, gradient)
-        self._root = None
+    def _backward(self, gradient: Tensor, keep: bool) -> None:
+        assert self._root is not None, "a backward of another batch's loss"
+        torch.autograd.backward(self._root, gradient, retain_graph=keep)
+        if not keep:
+            self._root = None
 
     def _in_pieces(self, inner: Callable[..., Any], batch: dict[str, Any]) -> tuple[Tensor, Any]:
         """Forward and backward of each piece, in the host's autocast; the sum of their losses, and the mean items."""
         values: list[Tensor] = []
         found: list[tuple[int, Any]] = []
         for piece in self._pieces(batch):
+            self.losses.arm()
             value, items = self._weighed(inner, piece)
             with torch.autocast(value.device.type, enabled=False):
                 self.trainer.scaler.scale(value.sum()).backward()
@@ -139,6 +149,8 @@ class Rescuing:
     def _why(self, batch: dict[str, Any]) -> str:
         if not self.alone:
             return "several processes, which would wait for each other"
+        if not isinstance(batch.get("img"), Tensor):
+            return "its form is known to the trainer's own preprocess_batch alone"
         try:
             self._divided(batch, max(len(batch["img"]) // 2, 1))
         except Indivisible as error:

@@ -32,9 +32,11 @@ def chosen_by_host(trainer: Any) -> bool:
 
 def set_weight_decay(trainer: Any, effective: int) -> None:
     """The host's rule (decay times effective batch over nbs) for the effective batch that is in force."""
-    decay = trainer.args.weight_decay * effective / trainer.args.nbs
+    args, batch = trainer.args, trainer.batch_size
+    decay = args.weight_decay * effective / args.nbs
+    host_decay = args.weight_decay * batch * max(round(args.nbs / batch), 1) / args.nbs
     for group in trainer.optimizer.param_groups:
-        if versions.decays(group):
+        if versions.decays(group, host_decay):
             group["weight_decay"] = decay
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -133,15 +134,22 @@ def top_of_ramp(trainer: Any, nominal: int) -> float:
     return nominal if WARMUP.here else trainer.args.nbs / trainer.batch_size
 
 
-def decays(group: dict[str, Any]) -> bool:
-    """Whether the host's rule for the weight decay is for this parameter group; without a name, where it decays."""
-    return group["param_group"] in {"weight", "muon"} if "param_group" in group else bool(group["weight_decay"])
+def decays(group: dict[str, Any], host_decay: float) -> bool:
+    """Whether the host's rule for the weight decay is for this parameter group.
+
+    By its name. Without one, a user has built the optimizer, and the rule is for those groups that took over the decay
+    which the host gave for it, `host_decay`; an older host names none, and its rule is for those that decay.
+    """
+    if "param_group" in group:
+        return group["param_group"] in {"weight", "muon"}
+    decay = group.get("weight_decay", 0.0)  # not every optimizer has one
+    return bool(decay) and (not GROUP_NAMES.here or math.isclose(decay, host_decay))
 
 
 def warms_up_as_bias(trainer: Any, group: dict[str, Any]) -> bool:
-    """Whether its rate begins at `warmup_bias_lr`; a host without names does so with its first, whatever that holds."""
-    if "param_group" in group:
-        return bool(group["param_group"] == "bias")
+    """Whether its rate begins at `warmup_bias_lr`; an older host, without names, does so with its first group."""
+    if "param_group" in group or GROUP_NAMES.here:
+        return bool(group.get("param_group") == "bias")
     return group is trainer.optimizer.param_groups[0]
 
 

@@ -90,9 +90,14 @@ class Accumulated:
         self.losses = Losses(model, self.session, self.patches, groups)
         freeze(model)
 
+    def micro_batch(self, images: int) -> None:
+        """One comes, and its forward is next."""
+        self.session.micro_batch(images)
+        self.losses.arm()
+
     def feed(self, batches: list[dict[str, Any]]) -> Accumulated:
         for one in batches:
-            self.session.micro_batch(len(one["img"]))
+            self.micro_batch(len(one["img"]))
             loss(self.model, one).backward()
             self.session.backward_done()
         self.session.close()

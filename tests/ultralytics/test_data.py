@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, WeightedRandomSampler
 from ultralytics.data.build import InfiniteDataLoader
 
 from integrations.ultralytics import data as position_of
@@ -38,6 +38,13 @@ def fresh(count: int, workers: int = 0) -> Any:
     generator = torch.Generator()
     generator.manual_seed(7)
     return InfiniteDataLoader(Images(count), batch_size=4, shuffle=True, generator=generator, num_workers=workers)
+
+
+def with_a_sampler(count: int, own: bool) -> Any:
+    """An infinite loader of a user's: a sampler that draws from a generator of its own, or from torch's."""
+    generator = torch.Generator().manual_seed(7) if own else None
+    sampler = WeightedRandomSampler([1.0] * count, count, generator=generator)
+    return InfiniteDataLoader(Images(count), batch_size=4, sampler=sampler, num_workers=0)
 
 
 def epoch(loader: Any) -> list[int]:
@@ -74,6 +81,26 @@ def test_a_restored_loader_goes_on_as_the_old_one(count: int, cut: int, closes: 
     assert resumed.dataset.buffer == straight.dataset.buffer
     assert "reset" not in vars(resumed)
     assert "_get_iterator" not in vars(resumed)
+
+
+@pytest.mark.parametrize("own", [True, False])
+@pytest.mark.parametrize("count", [12, 13])
+@pytest.mark.parametrize("closes", [None, 0, 2])
+def test_an_infinite_loader_with_a_sampler_of_the_user_s_goes_on(own: bool, count: int, closes: int | None) -> None:
+    torch.manual_seed(3)
+    straight, seen = with_a_sampler(count, own), list[list[int]]()
+    for number in range(4):
+        if number == 2:
+            state, drawn = stored(position_of.position(straight)), torch.get_rng_state()
+        if number == closes:
+            straight.reset()
+        seen.append(epoch(straight))
+    resumed = with_a_sampler(count, own)
+    position_of.restore(resumed, state, closes == 0)
+    torch.set_rng_state(drawn)
+    if closes is not None:
+        resumed.reset()
+    assert [epoch(resumed), epoch(resumed)] == seen[2:]
 
 
 def test_a_loader_with_workers_is_left_alone() -> None:

@@ -62,7 +62,7 @@ def test_the_branches_of_an_end_to_end_head_have_factors_of_their_own(models: Ca
     """One factor for both would be wrong: the normalisers of the two branches differ."""
     ours = Accumulated(network(models("end2end")), 2)
     for one in micro_batches([[2, 3], [1, 9]]):
-        ours.session.micro_batch(2)
+        ours.micro_batch(2)
         loss(ours.model, one).backward()
     factors = ours.session.window.factors()
     assert set(factors) == {ONE_TO_ONE, ONE_TO_MANY}
@@ -94,7 +94,7 @@ def test_detection_terms_stay_exact_beside_approximate_ones(head: str, models: C
     right = reference.gradients(freeze(bare(model)), joined(batches), _detection_terms)
     ours = Accumulated(model, 4)
     for one in batches:
-        ours.session.micro_batch(len(one["img"]))
+        ours.micro_batch(len(one["img"]))
         _detection_terms(model, one).backward()
     ours.session.close()
     assert reference.difference(ours.windows[0], right) <= FP32

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from ultralytics.utils.loss import v8DetectionLoss
+from ultralytics.utils.tal import TaskAlignedAssigner
 
 from tests import reference
 from tests.ultralytics.accumulated import COUNTS, FP32, Accumulated, OneMore, batch, check, freeze, micro_batches, own
@@ -101,4 +102,41 @@ def test_a_criterion_exchanged_between_windows_is_weighted_again(other: Any, mod
     model.criterion = other and other(model)
     ours.losses.refresh()
     ours.feed(batches)
+    assert off_the_big_batch(ours.windows[0], right, batches) <= FP32
+
+
+class Assigning(v8DetectionLoss):
+    def __init__(self, model: Any) -> None:
+        super().__init__(model)
+        self.assigner = TaskAlignedAssigner(topk=3, num_classes=self.nc, alpha=0.5, beta=6.0)
+
+
+def test_an_assigner_that_a_callback_exchanges_is_the_one_whose_targets_count(models: Callable[[str], Path]) -> None:
+    size, counts = COUNTS["one micro-batch without objects"]
+    batches = micro_batches(counts)
+    model = own(models, Assigning)
+    right = freeze(bare(model))
+    model.criterion = v8DetectionLoss(model)
+    ours = Accumulated(model, size)
+    model.criterion.assigner = Assigning(model).assigner
+    ours.feed(batches)
+    assert off_the_big_batch(ours.windows[0], right, batches) <= FP32
+
+
+@pytest.mark.parametrize("head", ["detect", "end2end", "classify"])
+def test_what_is_asked_beside_a_micro_batch_is_the_host_s_and_counts_nothing(
+    head: str, models: Callable[[str], Path]
+) -> None:
+    size, counts = COUNTS["K=2"]
+    batches = micro_batches(counts, head if head == "classify" else "detect")
+    other = batch(1, [9], seed=7, task=head)
+    model = network(models(head))
+    right, alone = freeze(bare(model)), freeze(bare(model))
+    ours = Accumulated(model, size)
+    for one in batches:
+        assert float(loss(model, other)) == pytest.approx(float(loss(alone, other)))
+        ours.micro_batch(len(one["img"]))
+        loss(model, one).backward()
+        assert float(loss(model, other)) == pytest.approx(float(loss(alone, other)))
+        ours.session.backward_done()
     assert off_the_big_batch(ours.windows[0], right, batches) <= FP32

@@ -9,6 +9,7 @@ from typing import Any
 import cloudpickle
 import pytest
 import torch
+from ultralytics.utils.loss import v8DetectionLoss
 
 from integrations.ultralytics.precision_layout import Layout
 from plugins.core.autotune import cost_model
@@ -16,6 +17,7 @@ from plugins.core.autotune import timing as trial_module
 from plugins.core.autotune.plan_file import PLAN_NAME
 from plugins.core.plan import Plan, Timing
 from tests.ultralytics.conftest import Run, Train, same
+from tests.ultralytics.spy import NoSpy
 
 BOTH = Plan("bf16", "channels_last")
 
@@ -134,3 +136,33 @@ def test_the_bare_model_travels_to_another_process_without_its_trainer(train: Tr
     run = train(accel=accel(tmp_path), callbacks={"on_train_start": pack})
     weights = sum(p.numel() * p.element_size() for p in run.trainer.model.parameters())
     assert 0 < sizes[0] < 4 * weights + 1_000_000
+
+
+class Counted(v8DetectionLoss):
+    asked = 0
+
+    def loss(self, preds: Any, batch: Any) -> Any:
+        Counted.asked += 1
+        return super().loss(preds, batch)
+
+
+def test_a_loss_of_the_user_is_called_as_often_as_by_the_host(
+    train: Train, tmp_path: Path, seconds: dict[str, float]
+) -> None:
+    """Where a callback has put something around the host's, plans are tried on the host's alone."""
+    called: list[int] = []
+
+    def wrap(trainer: Any) -> None:
+        through = trainer.model.loss
+        trainer.model.loss = lambda batch, preds=None: (called.append(1), through(batch, preds))[1]
+
+    def own(trainer: Any) -> None:
+        trainer.model.criterion = Counted(trainer.model)
+
+    options = accel(tmp_path)
+    wrapped = train(accel=options, images=24, epochs=2, callbacks={"on_train_start": wrap}, spy=NoSpy())
+    assert len(wrapped.report["speed"]["candidates"]) == 4
+    assert len(called) == 12
+    theirs = train(accel=options, images=24, epochs=2, callbacks={"on_train_start": own}, spy=NoSpy(), name="own")
+    assert theirs.report["speed"]["candidates"] == []
+    assert Counted.asked == 12

@@ -33,6 +33,7 @@ def trainer(batches: int = 8, epochs: int = 5, warmup: float = 3.0, nbs: int = 6
             weight_decay=0.0005,
             nbs=nbs,
         ),
+        batch_size=4,
         epochs=epochs,
         epoch=0,
         train_loader=range(batches),

@@ -9,6 +9,8 @@ import copy
 import io
 import logging
 import pickle
+import re
+import shutil
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -20,13 +22,14 @@ from torch import Tensor
 from torch.utils.data import DataLoader, WeightedRandomSampler
 from ultralytics import YOLO
 from ultralytics.models.yolo.detect import DetectionTrainer
+from ultralytics.utils.loss import v8DetectionLoss
 from ultralytics.utils.torch_utils import ModelEMA
 
 from integrations.patches import Hook, nothing
 from integrations.ultralytics import command
 from plugins import yolo
 from plugins.yolo import attach
-from tests.ultralytics.conftest import Train, same, tensors, without_plug
+from tests.ultralytics.conftest import Run, Train, same, tensors, without_plug
 from tests.ultralytics.saved import Killed, keep_copies, stop_after
 from tests.ultralytics.spy import NoSpy
 
@@ -211,6 +214,45 @@ def test_the_plug_takes_hold_before_users_callbacks_by_attach_and_by_the_command
         listed = YOLO(str(models("detect"))).callbacks[event]
     assert listed[0].func is yolo.start
     assert listed[-1] is print
+
+
+class Running(torch.nn.Module):
+    """A criterion with a memory of its own, as WIoU's running mean."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.inner = v8DetectionLoss(model)
+        self.register_buffer("mean", torch.ones(()))
+
+    def forward(self, preds: Any, batch: Any) -> Any:
+        value, items = self.inner(preds, batch)
+        self.mean.mul_(0.5).add_(0.5 * value.detach().sum())
+        return value / self.mean, items
+
+
+def test_modules_that_a_callback_puts_on_the_model_are_resumed(train: Train) -> None:
+    """A teacher, a criterion: the host's own checkpoint has neither, so that it resumes without them."""
+    given: list[bool] = []
+
+    def put(trainer: Any) -> None:
+        given.append(trainer.resume)
+        trainer.model.teacher = copy.deepcopy(trainer.ema.ema)
+        trainer.model.criterion = Running(trainer.model)
+
+    callbacks = {"on_train_start": put, "on_fit_epoch_end": keep_copies}
+    straight = train(accel={"accumulate": 2}, images=12, epochs=2, callbacks=callbacks, spy=NoSpy())
+    shutil.copytree("after0", "without")
+
+    def resume(folder: str, **callbacks: Any) -> Run:
+        last = Path(folder, "weights", "last.pt").resolve()
+        return train(accel={}, resume=last, save_dir=str(last.parents[1]), callbacks=callbacks, spy=NoSpy())
+
+    resumed = resume("after0", on_train_start=put)
+    assert given == [False, True]
+    assert same(resumed.weights, straight.weights)
+    assert {"criterion.mean", "teacher.model.0.conv.weight"} <= resumed.weights.keys()
+    warnings = resume("without").report["warnings"]
+    assert any(re.match(r"the model has no place for \d+ tensors .* such as teacher\.", line) for line in warnings)
 
 
 # -- tune -----------------------------------------------------------------------------------------------------------

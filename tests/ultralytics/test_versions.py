@@ -39,18 +39,33 @@ def test_an_older_host_s_warm_up_is_at_least_100_micro_batches(monkeypatch: pyte
 
 
 @pytest.mark.parametrize("order", [["bias", "weight", "bn"], ["weight", "bn", "bias"]], ids=["8.3.100", "8.4.0"])
-def test_an_older_host_s_groups_are_known_by_their_decay_and_order(order: list[str]) -> None:
+def test_an_older_host_s_groups_are_known_by_their_decay_and_order(
+    order: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(versions, "GROUP_NAMES", SimpleNamespace(here=False))
     groups = [{"lr": 1.0, "weight_decay": 0.1 if name == "weight" else 0.0} for name in order]
     trainer = SimpleNamespace(optimizer=SimpleNamespace(param_groups=groups))
-    assert [versions.decays(group) for group in groups] == [name == "weight" for name in order]
+    assert [versions.decays(group, 0.2) for group in groups] == [name == "weight" for name in order]
     assert [versions.warms_up_as_bias(trainer, group) for group in groups] == [True, False, False]
 
 
 @pytest.mark.parametrize(("name", "decays"), [("weight", True), ("muon", True), ("bias", False), ("bn", False)])
 def test_groups_with_names_are_known_by_them(name: str, decays: bool) -> None:
     group = {"param_group": name, "weight_decay": 0.0}
-    assert versions.decays(group) == decays
+    assert versions.decays(group, 0.1) == decays
     assert versions.warms_up_as_bias(SimpleNamespace(), group) == (name == "bias")
+
+
+OWN: list[tuple[dict[str, float], bool]] = [({"weight_decay": 0.1}, True), ({"weight_decay": 0.05}, False), ({}, False)]
+
+
+@pytest.mark.parametrize(("own", "decays"), OWN)
+def test_groups_of_a_user_s_own_take_the_decay_over_or_have_theirs(
+    own: dict[str, float], decays: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(versions, "GROUP_NAMES", SimpleNamespace(here=True))
+    assert versions.decays(own, 0.1) == decays
+    assert not versions.warms_up_as_bias(SimpleNamespace(optimizer=SimpleNamespace(param_groups=[own])), own)
 
 
 def test_a_model_without_a_wrapper_is_itself() -> None:

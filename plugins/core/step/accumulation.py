@@ -97,6 +97,7 @@ class Window:
     _last: dict[str, Scalar] = field(default_factory=dict)
     _announced: Scalar | None = None
     _trying: bool = False
+    _settled: bool = False  # gradients are those of the update: no factor will come
 
     def __post_init__(self) -> None:
         self.expected = self.size or 1
@@ -168,13 +169,16 @@ class Window:
 
         The close multiplies it by a factor that is not known yet; the last window's stands in for it.
         """
-        if self._trying or not self.weighted or group not in self._power:
+        if self._trying or self._settled or not self.weighted or group not in self._power:
             return 1.0
-        last = self._last.get(group, self._totals[group].factor(self.expected / max(self.micro_batches, 1)))
+        last = self._last.get(group)
+        if last is None:  # in the first window
+            last = self._totals[group].factor(self.expected / max(self.micro_batches, 1))
         return self._power[group] / last
 
     def factors(self) -> dict[str, Scalar]:
         """Return what to multiply each group's accumulated gradients by, now that the totals are known."""
+        self._settled = True
         if not self.weighted:
             return {}
         found: dict[str, Scalar] = {}
@@ -189,7 +193,7 @@ class Window:
         """Begin the next window, of `expected` micro-batches where the host decides."""
         self.micro_batches = self.samples = 0
         self._totals.clear()
-        self._announced = None
+        self._announced, self._settled = None, False
         self.expected = self.size or expected or self.expected
 
     def again(self) -> None:

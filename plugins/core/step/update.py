@@ -201,8 +201,11 @@ class Update:
             self.optimizer.step()
 
     def zero_gradients(self) -> None:
-        """In place where they have to stay."""
-        self.optimizer.zero_grad(set_to_none=not self.keep_gradients())
+        """In place where they have to stay; otherwise as hosts do, since a user's optimizer may take no argument."""
+        if self.keep_gradients():
+            self.optimizer.zero_grad(set_to_none=False)
+        else:
+            self.optimizer.zero_grad()
 
     @property
     def _scaled(self) -> bool:
