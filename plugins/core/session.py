@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,9 @@ from plugins.core import checkpoint
 from plugins.core.autotune.plan_cache import PlanCache
 from plugins.core.autotune.plan_file import Start, write_switches
 from plugins.core.autotune.run_guard import RunGuard
-from plugins.core.autotune.timing import Trial, WindowStart, hooked_parameter
+from plugins.core.autotune.timing import Trial, WindowStart
 from plugins.core.autotune.tuner import Tuner
+from plugins.core.autotune.user_hooks import hooked
 from plugins.core.checkpoint.run_state import RunState
 from plugins.core.compile.decision import TuningStage
 from plugins.core.compile.manager import CompileManager
@@ -52,7 +52,7 @@ class Session:
         self.window.expected = spec.size or spec.expected
         self.mean, self.batch_mean, self.share = self.window.mean, self.window.batch_mean, self.window.share
         self.update = spec.new_update(lambda: self.updates, lambda: self.compilation.cuda_graphs)
-        self.parameters, self.beside_model = self.update.parameters, partial(self.update.beside, model)
+        self.parameters, self.beside_model = self.update.parameters, lambda: self.update.beside(model)
         self.guard = RunGuard(model, self.update, self.window, recorder)
         self.statistics = Statistics(model, config.batchnorm)
         self.rescue = Rescue(self.guard, self.statistics, device)
@@ -85,8 +85,8 @@ class Session:
         """At a window's first micro-batch, before its forward and outside autocast: let the planner try or switch."""
         if not self.tuner.waits:
             return
-        if hooked := hooked_parameter(self.model):
-            self.measure_nothing(f"a hook on {hooked}, which the backward of a trial would run")
+        if name := hooked(self.model):
+            self.measure_nothing(f"{name} has a hook of the user's own, which a trial would run as well")
         began = time.perf_counter()
         self.tuner.at_window(WindowStart(trial, self.updates, left, tuple(shape), self.window.expected))
         self.metrics.forgive(time.perf_counter() - began)

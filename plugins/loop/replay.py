@@ -61,27 +61,6 @@ class Replay:
         self.calls = []
 
 
-def hooked(model: nn.Module) -> str:
-    """The module or parameter with a hook of the user's, which every call or backward of a trial would run; or empty.
-
-    A hook may keep what it sees in a list, or step an optimizer in the backward. Torch's own keep nothing.
-    """
-    for name, module in model.named_modules():
-        kinds = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-        if any(_of_the_user(hook) for hooks in kinds for hook in hooks.values()):
-            return name or type(module).__name__
-    for name, parameter in model.named_parameters():
-        found = (parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None))
-        if any(_of_the_user(hook) for hooks in found for hook in (hooks or {}).values()):
-            return name
-    return ""
-
-
-def _of_the_user(hook: Any) -> bool:
-    function = getattr(hook, "func", hook)  # of a partial
-    return str(getattr(function, "__module__", "")).partition(".")[0] not in ("torch", "plugins", "integrations")
-
-
 def _leaf(value: Tensor) -> Tensor:
     """The same values without the graph that they came from."""
     return value.detach().requires_grad_(value.requires_grad)

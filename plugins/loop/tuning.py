@@ -22,7 +22,7 @@ from plugins.core.step import precision
 from plugins.core.system.sharding import holds_shards
 from plugins.errors import AccelError
 from plugins.loop import nested
-from plugins.loop.replay import Replay, hooked
+from plugins.loop.replay import Replay
 
 ENDLESS = 100_000  # micro-batches that a loop without an end is taken to have left: a hanging compile must end too
 
@@ -76,7 +76,6 @@ class LoopTuning:
         if not self.measured:
             return
         first = next(nested.tensors(batch), None)
-        self._leave_hooks()
         if first is not None and self.session.window.empty and self.session.waits:
             self.session.plan_window(self.layout.at(self.replay.loss), self._left, first.shape)
         if self.session.measured:
@@ -99,15 +98,9 @@ class LoopTuning:
         """See `Accelerated.tune`."""
         if not isinstance(left, Real) or math.isnan(left):
             raise AccelError(f"plan: left={left!r}: expected the micro-batches still to come, or math.inf")
-        self._leave_hooks()
         if self.session.window.empty and self.session.waits:
             trial = self.layout.at(partial(_checked, loss))
             self.session.plan_window(trial, int(max(min(left, ENDLESS), 0)), shape)
-
-    def _leave_hooks(self) -> None:
-        """A user's hook runs as often as his loop runs it."""
-        if not self.session.measured and (name := hooked(self.replay.model)):
-            self.session.measure_nothing(f"{name} has a hook of the loop's own, which a trial would run as well")
 
     def resume(self) -> None:
         """The plan of the run that is resumed, at once: the window may be half done."""

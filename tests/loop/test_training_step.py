@@ -185,7 +185,7 @@ def test_a_hook_of_the_users_runs_as_often_as_his_loop_runs_it(monkeypatch, hang
     hang(run.model, lambda *held: seen.append(1))
     run.run()
     assert len(seen) == run.forwards == 14
-    assert f"{name} has a hook of the loop's own" in run.accel.session.tuner.outcome.reason
+    assert f"{name} has a hook of the user's own" in run.accel.session.tuner.outcome.reason
 
 
 def test_the_deprecated_names_work_and_are_told_once():

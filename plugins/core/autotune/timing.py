@@ -130,11 +130,6 @@ def _put_inside(value: Any, inside: Any) -> None:
     value.extend(inside) if isinstance(value, (list, deque)) else value.update(inside)
 
 
-def hooked_parameter(model: nn.Module) -> str:
-    """The first parameter with a hook of the user's, or empty: it may log gradients, or step an optimizer."""
-    return next((n for n, p in model.named_parameters() if p._backward_hooks or p._post_accumulate_grad_hooks), "")
-
-
 def time_steps(
     trial: Trial,
     plan: Plan,

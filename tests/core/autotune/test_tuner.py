@@ -90,17 +90,6 @@ def test_batches_whose_loss_is_not_finite_decide_nothing(clock: Clock, tmp_path:
     assert len(list(PlanCache(tmp_path).entries())) == (bad < planner_module.UNFIT_BATCHES)
 
 
-@pytest.mark.parametrize("hook", ["register_hook", "register_post_accumulate_grad_hook"])
-def test_what_a_user_hung_on_a_parameter_runs_in_the_run_s_own_backward_only(clock: Clock, hook: str) -> None:
-    """It may step an optimizer, as a layer-wise one does, or log gradients, as `wandb.watch` does."""
-    host, calls = Host(clock, by_name(**BOTH_WIN)), list[int]()
-    getattr(host.model.head.weight, hook)(lambda _: calls.append(1))
-    tuner = host.run(UPDATES).tuner
-    assert len(calls) == host.losses == UPDATES
-    assert (tuner.plan, tuner.measured) == (Plan(), True)
-    assert "a hook on head.weight" in tuner.outcome.reason
-
-
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("no memory"), RuntimeError("not implemented for BFloat16")])
 def test_a_candidate_that_fails_is_dropped(clock: Clock, error: Exception) -> None:
     host = Host(clock, by_name(**BOTH_WIN))
