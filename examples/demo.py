@@ -1,6 +1,6 @@
 """`make demo`: the main job of one host, from nothing to a result, with its figure checked.
 
-python examples/demo.py yolo | hf
+python examples/demo.py yolo | hf | easyocr
 """
 
 from __future__ import annotations

@@ -14,10 +14,13 @@ from lightning.pytorch import Callback
 from torch import Tensor
 
 from integrations.lightning.adapter import KEY, Adapter
+from integrations.lightning.trial import limit
 from plugins.config import AccelConfig
 from plugins.core import checkpoint as checkpoint_files
 from plugins.errors import AccelError, refusals_as_errors
 from plugins.host_tools import host_tools
+from plugins.trial_run import request as trial
+from plugins.trial_run.loop import loader as trial_loader
 
 logger = logging.getLogger("plugins")
 
@@ -60,6 +63,11 @@ class AccelLightning(Callback):
         return {**vars(self), "_adapter": None, "_resumed": None}
 
     # -- events of the host ------------------------------------------------------------------------------------
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Where this process is a trial of the fit: keep to its folder, and to its micro-batch."""
+        if stage == "fit" and (asked := trial.current()) is not None:
+            limit(trainer, asked.run_folder, trial_loader)
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Put back the random state of a run that is resumed."""

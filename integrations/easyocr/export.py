@@ -52,7 +52,10 @@ def check_name(name: str, folder: Path | None = None) -> None:
     ours = (folder / f"{name}.py").resolve() if folder else None
     written_by_us = origin is not None and (origin == ours or _is_ours(origin))
     if name in sys.builtin_module_names or (found is not None and not written_by_us):
-        raise EasyOCRError(f"experiment_name={name!r}: Python finds another module of that name first; {allowed}")
+        where = f" ({origin})" if origin else ""
+        raise EasyOCRError(
+            f"experiment_name={name!r}: Python finds another module of that name first{where}; {allowed}"
+        )
 
 
 def _is_ours(path: Path) -> bool:

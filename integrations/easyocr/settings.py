@@ -82,8 +82,8 @@ def _selection(value: Any) -> list[str]:
 
 
 def _languages(value: Any) -> Any:
-    """`en,de` on a command line."""
-    return value.split(",") if isinstance(value, str) else value
+    """`en,de` or `[en, de]` on a command line."""
+    return [part.strip() for part in value.strip(" []").split(",")] if isinstance(value, str) else value
 
 
 Number = BeforeValidator(_number)
@@ -267,7 +267,8 @@ def _one_line(first: Mapping[str, Any], others: Iterable[str]) -> str:
         return str(first["msg"]).removeprefix("Value error, ")
     key, value = str(first["loc"][0]), first["input"]
     if first["type"] == "extra_forbidden":
-        near = difflib.get_close_matches(key, [*Settings.model_fields, *_SPELLINGS, *others], n=1)
+        plain = key.removeprefix("accel.")  # as the yolo command spells a setting
+        near = difflib.get_close_matches(plain, [*Settings.model_fields, *_SPELLINGS, *others], n=1)
         return f"{key}={value!r}: unknown key" + (f"; did you mean {near[0]}?" if near else "")
     if key in _WHY:
         return f"{key}={value!r}: allowed are {_WHY[key]}"

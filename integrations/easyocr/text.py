@@ -150,12 +150,13 @@ def logical(shown: str) -> str:
 
 def suspicious(labels: Sequence[str]) -> list[str]:
     """What labels hold that their pictures hardly show; it is trained as written."""
-    found = {
-        "labels begin or end with a space": [label for label in labels if label != label.strip(" ")],
-        "labels stand in quotes, as a spreadsheet writes those with a comma or a quote in them": [
-            label
-            for label in labels
-            if len(label) > 1 and label[0] == label[-1] == '"' and set(',"') & set(label[1:-1])
-        ],
-    }
-    return [f"{len(such)} {what}: trained as written, such as {such[0]!r}" for what, such in found.items() if such]
+    spaced = [label for label in labels if label != label.strip(" ")]
+    quoted = [
+        label for label in labels if len(label) > 1 and label[0] == label[-1] == '"' and set(',"') & set(label[1:-1])
+    ]
+    told = [("labels begin or end with a space", spaced, "")] * bool(spaced)
+    if quoted:
+        bare = quoted[0][1:-1].replace('""', '"')
+        what = "labels stand in quotes, as csv writers and spreadsheets put those with a comma or a quote in them"
+        told.append((what, quoted, f"; if its picture shows {bare!r}, write that after the file's name and the comma"))
+    return [f"{len(such)} {what}: trained as written, such as {such[0]!r}{then}" for what, such, then in told]

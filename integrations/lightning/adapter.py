@@ -134,7 +134,7 @@ class Adapter:
         """on_before_backward: the host's 1/K goes, our weight comes; ranks' gradients are averaged, and add up."""
         if not loss.requires_grad:
             return
-        self.session.loss(loss, self._weight)
+        self.session.loss(loss * self.trainer.accumulate_grad_batches, self._weight)  # the module's own
         weighted = self.session.window.weighted
         ranks = self.trainer.world_size if weighted else 1
         host_share = self.trainer.accumulate_grad_batches if weighted else 1
@@ -194,7 +194,16 @@ class Adapter:
         if adopt and self.average is not None:
             self.average.adopt()
         self.patches.undo()
-        self.session.end(Path(self.trainer.default_root_dir) if self.trainer.is_global_zero else None)
+        self.session.end(run_folder(self.trainer) if self.trainer.is_global_zero else None)
+
+
+def run_folder(trainer: Any) -> Path:
+    """The version's own folder of a logger that writes files; without one what the host falls back to.
+
+    `trainer.log_dir` would ask all ranks, and the others may be gone after an error.
+    """
+    folder = getattr(trainer.logger, "log_dir", None)
+    return Path(folder if isinstance(folder, (str, Path)) else trainer.default_root_dir)
 
 
 def refuse(trainer: Any, module: Any) -> None:

@@ -45,7 +45,7 @@ def loader(given: Iterable[Any]) -> Iterable[Any]:
     if not isinstance(given, DataLoader) or type(given.batch_sampler) is not BatchSampler:
         raise AccelError(
             f"micro_batch={request.micro_batch}: the batches of {type(given).__name__} cannot be of another size; a "
-            "trial needs a torch DataLoader with batch_size, given to accel.batches"
+            "trial needs a torch DataLoader with batch_size, given to accel.batches or to Lightning's fit"
         )
     changed = copy.copy(given)  # sampler, generator, collator and workers stay the user's own
     sampler = BatchSampler(given.sampler, request.micro_batch, given.drop_last)

@@ -68,7 +68,7 @@ def test_a_bare_folder_of_that_name_is_no_module(monkeypatch, tmp_path):
         (tmp_path / name).mkdir()
     (tmp_path / "packed_net" / "__init__.py").touch()
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(EasyOCRError, match="another module of that name"):
+    with pytest.raises(EasyOCRError, match=r"another module of that name first \(.*packed_net.__init__\.py\)"):
         export.check_name("packed_net")
     export.check_name("bare_net")
     _, done = written(tmp_path / "bare_net", "abc", "bare_net")

@@ -83,11 +83,18 @@ def test_characters_are_taken_as_written(tmp_path):
 def test_a_slip_is_answered_with_what_the_caller_takes_too(tmp_path):
     with pytest.raises(EasyOCRError, match=r"^precison='bf16': unknown key; did you mean precision\?"):
         read_settings({}, ["precision"], precison="bf16")
+    with pytest.raises(EasyOCRError, match=r"^accel\.precision='bf16': unknown key; did you mean precision\?"):
+        read_settings({}, ["precision"], **{"accel.precision": "bf16"})
     with pytest.raises(EasyOCRError, match="is a folder; expected the official"):
         read_settings(tmp_path)
     (tmp_path / "a.yaml").write_text("lr: -1\n", encoding="utf-8")
     with pytest.raises(EasyOCRError, match=r"a\.yaml: lr=-1"):
         read_settings(tmp_path / "a.yaml", ["precision"], num_iter=3)
+
+
+def test_languages_as_yaml_writes_them_on_a_command_line():
+    for written in ("ru,en", "[ru, en]"):
+        assert read_settings({}, lang_list=written)[0].lang_list == ["ru", "en"]
 
 
 def test_paths_from_the_home_folder(monkeypatch):

@@ -136,6 +136,8 @@ def test_what_a_picture_hardly_shows_is_told():
     told = suspicious([" a", "b", '"x, y"', '"say ""hi"""', '"quoted"'])
     assert told[0].startswith("1 labels begin or end with a space: trained as written, such as ' a'")
     assert told[1].startswith("2 labels stand in quotes")
+    assert "if its picture shows 'x, y', write that" in told[1]
+    assert "shows 'say \"hi\"'" in suspicious(['"say ""hi"""'])[0]
     assert suspicious(["a", '"quoted"', '"', ""]) == []
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 
 from plugins.errors import AccelError
@@ -60,6 +61,15 @@ def test_losses_that_the_module_logs_under_the_usual_names_are_in_the_report(tmp
     losses = report(tmp_path)["losses"]
     assert [at for at, _ in losses["valid"]] == [at for at, _ in losses["train"]] == [4, 8]
     assert losses["valid"][-1][1] == pytest.approx(float(made.callback_metrics["val_loss"]))
+
+
+def test_a_loggers_version_has_the_report_of_its_own_fit(tmp_path: Path) -> None:
+    for k in (1, 2):
+        fit(tmp_path, Module(), 4, k, AccelLightning(), max_epochs=1, logger=CSVLogger(tmp_path))
+    versions = [report(tmp_path / "lightning_logs" / f"version_{at}") for at in (0, 1)]
+    assert [found["window"]["accumulate"] for found in versions] == [1, 2]
+    fit(tmp_path, Module(), 4, 1, AccelLightning(), logger=True, fast_dev_run=True)  # a stand-in that writes nothing
+    assert (tmp_path / "accel_report.json").is_file()
 
 
 @pytest.mark.parametrize("setting", [{"accumulate": 2}, {"effective_batch": 8}])

@@ -28,7 +28,20 @@ class Sketch(Probe):
         self._seen: list[float] | None = None
         self._hook = self.session.optimizer.register_step_pre_hook(self._before_step)
 
-    def _before_step(self, *_: Any) -> None:
+    def _before_step(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Takes it here, or at the end of a closure: Lightning's has the backward in it."""
+        given = {**dict(zip(("closure",), args[1:], strict=False)), **kwargs}  # args[0] is the optimizer
+        if (closure := given.pop("closure", None)) is None:
+            return self._take()
+
+        def taken() -> Any:
+            value = closure()
+            self._take()
+            return value
+
+        return (*args[:1], taken), given
+
+    def _take(self) -> None:
         if self.session.updates < FIRST:
             self._seen = sketch(p.grad for p in self.session.parameters())
 
