@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,7 @@ class Session:
         self.window.expected = spec.size or spec.expected
         self.mean, self.batch_mean, self.share = self.window.mean, self.window.batch_mean, self.window.share
         self.update = spec.new_update(lambda: self.updates, lambda: self.compilation.cuda_graphs)
-        self.parameters, self.beside_model = self.update.parameters, lambda: self.update.beside(model)
+        self.parameters, self.beside_model = self.update.parameters, partial(self.update.beside, model)
         self.guard = RunGuard(model, self.update, self.window, recorder)
         self.statistics = Statistics(model, config.batchnorm)
         self.rescue = Rescue(self.guard, self.statistics, device)
@@ -83,11 +84,9 @@ class Session:
 
     def plan_window(self, trial: Trial, left: int, shape: Iterable[int]) -> None:
         """At a window's first micro-batch, before its forward and outside autocast: let the planner try or switch."""
-        if not self.tuner.waits:
-            return
-        if name := hooked(self.model):
-            self.measure_nothing(f"{name} has a hook of the user's own, which a trial would run as well")
         began = time.perf_counter()
+        if self.waits and (name := hooked(self.model)):
+            self.measure_nothing(f"{name} has a hook of the user's own, which a trial would run as well")
         self.tuner.at_window(WindowStart(trial, self.updates, left, tuple(shape), self.window.expected))
         self.metrics.forgive(time.perf_counter() - began)
 
