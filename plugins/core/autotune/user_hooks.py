@@ -6,10 +6,11 @@ from typing import Any
 
 from torch import nn
 
-# Their hooks keep nothing of a call that another call would be missing or find twice.
+# Their hooks keep nothing of a call that another call would miss or find twice. Those of other packages are taken for a
+# user's: a run without a trial is slower at worst.
 LIBRARIES = {
-    "accelerate", "integrations", "lightning", "peft", "plugins", "pytorch_lightning", "timm", "torch", "torchvision",
-    "transformers", "ultralytics",
+    "accelerate", "bitsandbytes", "diffusers", "integrations", "lightning", "peft", "plugins", "pytorch_lightning",
+    "timm", "torch", "torchao", "torchvision", "transformers", "ultralytics",
 }  # fmt: skip
 
 
