@@ -159,7 +159,7 @@ class Adapter(NotCopied):
         state, self._resumed = self._resumed, None
         if state is not None:
             if lost := put_late(self.model, state["late"]):
-                self.session.warn(f"the model has no place for {len(lost)} tensors of the checkpoint, as {lost[0]}")
+                self.session.warn(f"no place in the model for {len(lost)} tensors of the checkpoint, such as {lost[0]}")
             self._mosaic_closed = state["mosaic_closed"]
             if not data.restore(trainer.train_loader, state["loader"], self._mosaic_closed):
                 self.session.warn(
