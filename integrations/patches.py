@@ -27,7 +27,7 @@ class Around:
         self.owner, self.name, self.around = owner, name, around
         self._inner: list[Callable[..., Any]] = [getattr(owner, name)]  # the owner's own, then users', in their order
         self._at: int | None = None  # inside a call: which of them is running
-        self._owner_s_alone = False
+        self._without_users = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the layers outermost first; a call from inside goes one layer further in."""
@@ -37,7 +37,7 @@ class Around:
 
     def enter(self, around: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call `around` in the place of the function that was given at first."""
-        self._at = 1 if self._owner_s_alone else len(self._inner)
+        self._at = 1 if self._without_users else len(self._inner)
         try:
             return around(self._descend, *args, **kwargs)
         finally:
@@ -56,11 +56,11 @@ class Around:
     @contextmanager
     def without_users(self) -> Iterator[None]:
         """Inside, users' functions are not called: what runs there is no call that the owner would make."""
-        self._owner_s_alone = True
+        self._without_users = True
         try:
             yield
         finally:
-            self._owner_s_alone = False
+            self._without_users = False
 
     def stay(self) -> bool:
         """Come outside again where a user has put a function over this one; whether there was one."""

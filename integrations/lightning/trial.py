@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import psutil
 from lightning.pytorch.loggers.logger import DummyLogger
 
 
@@ -23,7 +21,7 @@ def limit(trainer: Any, folder: Path, resized: Callable[[Any], Any]) -> None:
     """
     for logger in trainer.loggers:
         if isinstance(written := getattr(logger, "log_dir", None), str):
-            _take_back(Path(written))
+            _take_back(Path(written), logger.save_dir)
     trainer.loggers = [DummyLogger() for _ in trainer.loggers]  # as the host does at fast_dev_run
     trainer._default_root_dir = str(folder)
     source = trainer.fit_loop._data_source
@@ -31,12 +29,18 @@ def limit(trainer: Any, folder: Path, resized: Callable[[Any], Any]) -> None:
     source.dataloader = lambda: resized(given())
 
 
-def _take_back(folder: Path) -> None:
-    """The host starts its loggers before any event: this process's file of events goes, and what is empty by now."""
-    began = psutil.Process().create_time()
+def _take_back(folder: Path, user_folder: str | os.PathLike[str] | None) -> None:
+    """The host starts its loggers before any event: this process's file of events goes, and what is empty by now.
+
+    Of folders, only those inside the logger's `save_dir`: that one, and what is above it, is the user's.
+    """
     for file in folder.glob(f"events.out.tfevents.*.{os.getpid()}.*"):
         file.unlink()
+    if user_folder is None:  # a logger that says nothing of it
+        return
+    expanded = os.path.expandvars(user_folder)  # as the host does for `log_dir`
+    top = Path(os.path.expanduser(expanded))  # noqa: PTH111 - Path's own raises
     with contextlib.suppress(OSError):
-        while folder.stat().st_ctime >= min(began, time.time()):
+        while top in folder.parents:
             folder.rmdir()  # refuses where something lies in it
             folder = folder.parent

@@ -127,7 +127,7 @@ class Adapter(NotCopied):
 
     def _patch(self) -> None:
         trainer, put = self.trainer, self.patches.put
-        self.stepping = Stepping(trainer, self.session, self.patches, self._closes)
+        self.stepping = Stepping(trainer, self.session, self.patches, self._closes_after)
         self._preprocess = self.patches.around(trainer, "preprocess_batch", self._preprocess_batch)
         self._train_mode = put(trainer, "_model_train", self._model_train)
         if versions.PIPELINE.here:
@@ -159,7 +159,7 @@ class Adapter(NotCopied):
         state, self._resumed = self._resumed, None
         if state is not None:
             if lost := put_late(self.model, state["late"]):
-                self.session.warn(f"the model has no place for {len(lost)} tensors of the checkpoint, as {lost[0]}")
+                self.session.warn(f"no place in the model for {len(lost)} tensors of the checkpoint, such as {lost[0]}")
             self._mosaic_closed = state["mosaic_closed"]
             if not data.restore(trainer.train_loader, state["loader"], self._mosaic_closed):
                 self.session.warn(
@@ -227,7 +227,7 @@ class Adapter(NotCopied):
         """Micro-batches after which this window closes; by the host's own rule that changes in warm-up."""
         return self.size or schedule.host_window(self.trainer, self._index, self._nominal)
 
-    def _closes(self) -> int:
+    def _closes_after(self) -> int:
         """As `_due`; the last batch that a window may have closes it too, before callbacks see the epoch's weights."""
         left = self._left() if self.crosses_epochs else len(self.trainer.train_loader) - self._index
         return 1 if left == 1 else self._due()

@@ -52,7 +52,7 @@ class Losses:
         self.crosses_epochs = True
         self._criterion: Any = None
         self._count: Callable[[dict[str, Any]], int] | None = None
-        self._due: set[str] = set()  # criteria whose answer for the micro-batch at hand is still to come
+        self._unanswered: set[str] = set()  # criteria whose answer for the micro-batch at hand is still to come
         self._inside = False  # the call of `model.loss` for the micro-batch at hand
         self._weighed: Tensor | None = None  # what the criterion returned in this call of `model.loss`
         self._hold()
@@ -60,7 +60,7 @@ class Losses:
 
     def arm(self) -> None:
         """The next forward is that of the micro-batch at hand, or of a piece of it."""
-        self._due = {ALL, ONE_TO_ONE, ONE_TO_MANY}
+        self._unanswered = {ALL, ONE_TO_ONE, ONE_TO_MANY}
 
     def refresh(self) -> None:
         """Between two windows: a callback may have put another criterion on the model, or other parameters."""
@@ -72,6 +72,8 @@ class Losses:
     def _hold(self) -> None:
         model, session = self.model, self.session
         criterion = _criterion(model)
+        if _is_own(model, criterion):  # asked first: what is held may be a function in a criterion's place
+            session.measure_nothing("the loss is the user's own")
         self._count = None
         if session.config.normalise == "host":
             session.approximate("all: normalise=host")
@@ -89,8 +91,6 @@ class Losses:
         elif criterion is not None:
             session.approximate(f"{type(criterion).__name__}: summed as the host does")
         self._criterion = getattr(model, "criterion", None)  # an older host's is held by a function in its place
-        if _is_own(model, criterion):
-            session.measure_nothing("the loss is the user's own")
 
     def _end_to_end(self, criterion: Any) -> None:
         self.crosses_epochs = not hasattr(criterion, "update")
@@ -140,9 +140,9 @@ class Losses:
             value, items = original(preds, batch)
             if not torch.is_grad_enabled() or not captured:
                 return value, items
-            if group not in self._due:  # inside, what it adds up to is weighed by `_loss`
+            if group not in self._unanswered:  # inside, what it adds up to is weighed by `_loss`
                 return (value if self._inside and not self.groups else self._beside(value, group)), items
-            self._due.discard(group)
+            self._unanswered.discard(group)
             images = batch["img"].shape[0]
             weight = self.session.batch_mean(images, captured.pop(), group)
             if not (isinstance(weight, float) and weight == 1.0):
@@ -165,7 +165,7 @@ class Losses:
 
     def _loss(self, inner: Callable[..., Any], batch: dict[str, Any], preds: Any = None) -> Any:
         """Weight a loss that is one mean over its targets, and what was added to the criterion's."""
-        self._inside, self._weighed = bool(self._due) and torch.is_grad_enabled(), None
+        self._inside, self._weighed = bool(self._unanswered) and torch.is_grad_enabled(), None
         try:
             value, items = inner(batch) if preds is None else inner(batch, preds)
         finally:
@@ -173,7 +173,7 @@ class Losses:
         if not first:
             mean = torch.is_grad_enabled() and self._count is not None
             return (self._beside(value, ALL) if mean else value), items
-        self._due.clear()
+        self._unanswered.clear()
         weighed, self._weighed = self._weighed, None
         terms = [torch.as_tensor(v).detach().sum() for v in (items.values() if isinstance(items, Mapping) else [items])]
         self.session.loss(sum(terms[1:], terms[0]), len(batch["img"]))

@@ -17,11 +17,11 @@ class Stepping:
     """Holds `optimizer_step`, which the host calls after every micro-batch since its `accumulate` is held at 1.
 
     Args:
-        due: micro-batches after which the window closes.
+        closes_after: how many micro-batches make up the window.
     """
 
-    def __init__(self, trainer: Any, session: Session, patches: Patches, due: Callable[[], int]) -> None:
-        self.trainer, self.session, self.due = trainer, session, due
+    def __init__(self, trainer: Any, session: Session, patches: Patches, closes_after: Callable[[], int]) -> None:
+        self.trainer, self.session, self.closes_after = trainer, session, closes_after
         self.around = patches.around(trainer, "optimizer_step", self._optimizer_step)
 
     def close(self) -> None:
@@ -29,7 +29,7 @@ class Stepping:
         self.around.enter(self._close)
 
     def _optimizer_step(self, inner: Callable[[], None]) -> None:
-        if self.session.window.micro_batches >= self.due():
+        if self.session.window.micro_batches >= self.closes_after():
             self._close(inner)
 
     def _close(self, inner: Callable[[], None]) -> None:

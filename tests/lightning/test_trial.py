@@ -28,8 +28,9 @@ L.Trainer(
 """
 
 
+@pytest.mark.parametrize("files", [["accel_report.json"], []], ids=["with a file", "empty"])
 def test_a_window_of_a_fit_is_compared_with_its_big_batch_and_the_users_folder_stays_as_it_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    files: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Lightning divides the loss by K itself, and its backward runs inside the optimizer's step."""
     monkeypatch.chdir(tmp_path)
@@ -38,10 +39,12 @@ def test_a_window_of_a_fit_is_compared_with_its_big_batch_and_the_users_folder_s
     monkeypatch.setattr(child, "at_exit", AT_EXIT.append)
     (tmp_path / "train.py").write_text(SCRIPT, encoding="utf-8")
     (tmp_path / "user").mkdir()
-    (tmp_path / "user" / "accel_report.json").write_text("mine", encoding="utf-8")
+    for name in files:
+        (tmp_path / "user" / name).write_text("mine", encoding="utf-8")
     seen: Any = Trials(Job(["python", "train.py"], tmp_path / "trials", 2))
     seen.compiled = seen.first  # asked for its buckets alone
     found = exact(seen)
     assert found.verdict is Verdict.PASS, found
     assert found.figure.startswith("2 micro-batches against one batch of 8")
-    assert [path.name for path in (tmp_path / "user").rglob("*")] == ["accel_report.json"]
+    assert (tmp_path / "user").is_dir()
+    assert [path.name for path in (tmp_path / "user").rglob("*")] == files

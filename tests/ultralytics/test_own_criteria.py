@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from ultralytics.utils.loss import v8DetectionLoss
+from ultralytics.utils.loss import E2EDetectLoss, v8DetectionLoss
 from ultralytics.utils.tal import TaskAlignedAssigner
 
 from tests import reference
@@ -140,3 +140,21 @@ def test_what_is_asked_beside_a_micro_batch_is_the_host_s_and_counts_nothing(
         assert float(loss(model, other)) == pytest.approx(float(loss(alone, other)))
         ours.session.backward_done()
     assert off_the_big_batch(ours.windows[0], right, batches) <= FP32
+
+
+@pytest.mark.parametrize("older", [False, True], ids=["this host", "an older host"])
+def test_plans_are_tried_with_the_host_s_criteria_and_not_with_a_user_s(
+    older: bool, models: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """YOLOv10's head. An older host's criteria have no `loss`: a function is held in the place of each branch."""
+    if older:
+        monkeypatch.delattr(v8DetectionLoss, "loss")
+    measured = []
+    for branch in (v8DetectionLoss, Summed):
+        model: Any = network(models("end2end"))
+        model.criterion = E2EDetectLoss(model)
+        model.criterion.one2one = branch(model)
+        ours = Accumulated(model, 2)
+        assert (type(model.criterion.one2many) is v8DetectionLoss) is not older
+        measured.append(ours.session.measured)
+    assert measured == [False, True]
