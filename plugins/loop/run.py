@@ -57,6 +57,13 @@ class LoopRun(ABC):
         """As the user gave it; `_bare` is the module inside, whose names the files have. Another one is another run."""
         return self._given
 
+    @model.setter
+    def model(self, model: nn.Module) -> None:
+        if model is not self._given:  # `accel.model = accel.model.to(...)` gives the same one
+            raise AccelError(
+                f"model={type(model).__name__}: a run keeps its model; end() it, and build another Accelerated"
+            )
+
     @property
     def optimizer(self) -> torch.optim.Optimizer:
         """The one that steps; another one may be set, and a schedule of its own with it."""

@@ -7,7 +7,9 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
+from plugins.core.checkpoint import loop_checkpoint
 from plugins.errors import AccelError
 from tests.loop.convolution import accelerated, batches, network, run
 
@@ -84,11 +86,45 @@ def test_a_checkpoint_of_another_optimizer_changes_nothing(tmp_path):
     assert all(torch.equal(before[name], t) for name, t in second.model.state_dict().items())
 
 
-def test_what_could_not_be_loaded_again_is_not_saved(tmp_path):
+class Image(torch.Tensor):
+    """As torchvision's: a reader would have to trust the class."""
+
+
+def named(path):
+    tensor = torch.ones(2)
+    tensor.source = path
+    return tensor
+
+
+@pytest.mark.parametrize(
+    ("sample", "kind"),
+    [
+        (lambda path: path, ".*Path"),
+        (lambda path: torch.ones(2).as_subclass(Image), "Image"),
+        (named, ".*Path"),
+        (lambda path: torch.ones(2, device="meta"), "Tensor"),
+    ],
+)
+def test_what_could_not_be_loaded_again_is_not_saved(tmp_path, sample, kind):
     accel = accelerated(network())
-    with pytest.raises(AccelError, match="save: where holds "):
-        accel.save(tmp_path / "last.pt", where=tmp_path)
-    assert not list(tmp_path.iterdir())
+    path = accel.save(tmp_path / "last.pt", sample=torch.ones(2))
+    good = path.read_bytes()
+    with pytest.raises(AccelError, match=f"save: sample holds {kind}; "):
+        accel.save(path, sample=sample(tmp_path))
+    assert [found.read_bytes() for found in tmp_path.iterdir()] == [good]
+
+
+def test_a_save_takes_tensors_from_their_device_once(tmp_path, monkeypatch):
+    on_cpu, moved = loop_checkpoint.on_cpu, []
+
+    def counted(state):
+        moved.append(sum(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(state)))
+        return on_cpu(state)
+
+    monkeypatch.setattr(loop_checkpoint, "on_cpu", counted)
+    accelerated(network()).save(tmp_path / "last.pt", sample=torch.ones(2))
+    assert moved[-1] > 0
+    assert not any(moved[:-1])
 
 
 @pytest.mark.parametrize(
@@ -123,6 +159,12 @@ def test_parameters_in_another_order_are_refused(tmp_path):
     run(first, batches([4]))
     path = first.save(tmp_path / "last.pt")
     with pytest.raises(AccelError, match=r"another optimizer than AdamW: parameter 0 is "):
+        ordered(-1).resume(path)
+    state = torch.load(path, weights_only=True)
+    del state["parameter_shapes"]  # as 0.1
+    torch.save(state, path)
+    ordered(1).resume(path)
+    with pytest.raises(AccelError, match=r"another optimizer than AdamW: exp_avg of parameter 0 is "):
         ordered(-1).resume(path)
 
 

@@ -61,5 +61,8 @@ def test_accumulation_that_grows_in_the_run_is_the_bigger_batch_from_then_on():
 
 
 def test_another_model_is_another_run():
-    with pytest.raises(AttributeError, match="model"):
-        accelerated(net()).model = net()
+    accel, model = accelerated(net()), net()
+    with pytest.raises(AccelError, match="model=Sequential: a run keeps its model"):
+        accel.model = model
+    accel.model = kept = accel.model.float()
+    assert accel.model is kept is not model

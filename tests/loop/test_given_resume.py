@@ -62,8 +62,16 @@ class Both:
             held.load_state_dict(saved)
 
 
+class Listed(Both):
+    def state_dict(self):
+        return super().state_dict()["held"]
+
+    def load_state_dict(self, state):
+        super().load_state_dict({"held": state})
+
+
 @pytest.mark.parametrize(
-    "optimizer", [lambda m: torch.optim.Adafactor(m.parameters()), lambda m: Whitened(m.parameters()), Both]
+    "optimizer", [lambda m: torch.optim.Adafactor(m.parameters()), lambda m: Whitened(m.parameters()), Both, Listed]
 )
 def test_an_optimizer_whose_state_has_a_form_of_its_own_resumes_bit_for_bit(tmp_path, optimizer):
     first, second = (accelerated(model, optimizer(model)) for model in (net(), net(5)))
@@ -76,6 +84,14 @@ def test_an_optimizer_whose_state_has_a_form_of_its_own_resumes_bit_for_bit(tmp_
     narrow = net()[:1]
     with pytest.raises(AccelError, match="of another model"):
         accelerated(narrow, torch.optim.SGD(narrow.parameters(), 0.1)).resume(path)
+
+
+def test_a_state_of_its_own_form_of_other_parameters_is_refused(tmp_path):
+    first, second = (accelerated(model, Both(model)) for model in (net(), net()))
+    step(first)
+    second.optimizer.held[0].param_groups[0]["params"].pop()
+    with pytest.raises(AccelError, match="another optimizer than Both: 4 parameters there, 3 here"):
+        second.resume(first.save(tmp_path / "last.pt"))
 
 
 class Seen(torch.nn.Module):

@@ -85,3 +85,13 @@ def test_a_cell_that_is_run_again_scales_momentum_once():
     assert model[1].momentum == pytest.approx(1 - 0.9**0.25)
     accel.end()
     assert model[1].momentum == 0.1
+
+
+def test_momentum_that_the_user_sets_between_two_runs_is_the_one_in_force():
+    model = norms()
+    accelerated(model, batchnorm="momentum", accumulate=4)  # no end
+    model[1].momentum = 0.3
+    accel = accelerated(model, batchnorm="momentum", accumulate=2)
+    assert model[1].momentum == pytest.approx(1 - 0.7**0.5)
+    accel.end()
+    assert model[1].momentum == 0.3

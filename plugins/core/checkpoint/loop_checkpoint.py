@@ -19,12 +19,12 @@ from plugins.core.checkpoint.atomic_file import on_cpu, write_atomically
 from plugins.core.checkpoint.by_rank import of_this_rank, with_all_ranks
 from plugins.core.checkpoint.module_names import load_own_state, own_state
 from plugins.core.checkpoint.plain_file import NotPlain, read_plain
-from plugins.core.system.sharding import holds_shards
+from plugins.core.system.sharding import holds_shards, is_sharded
 from plugins.errors import AccelError
 
 SCHEMA = 1
-STATE = {  # at least; and of which kind
-    "model": dict, "optimizer": dict, "scaler": dict, "average": dict, "window": dict, "gradients": dict,
+STATE: dict[str, type | tuple[type, ...]] = {  # at least; and of which kind
+    "model": dict, "optimizer": (dict, list), "scaler": dict, "average": dict, "window": dict, "gradients": dict,
     "kept_statistics": list, "counts": dict, "random": dict, "extra": dict,
 }  # fmt: skip
 
@@ -154,7 +154,7 @@ def check_plain(values: Mapping[str, Any], of: str = "") -> None:
     for name, value in values.items():
         held = io.BytesIO()
         try:
-            torch.save(tree_map(lambda leaf: None if isinstance(leaf, Tensor) else leaf, on_cpu(value)), held)
+            torch.save(on_cpu(tree_map(lambda leaf: None if _is_plain(leaf) else leaf, value)), held)
             held.seek(0)
             torch.load(held, weights_only=True)
         except Exception as error:
@@ -164,6 +164,14 @@ def check_plain(values: Mapping[str, Any], of: str = "") -> None:
                 f"save: {of}{name} holds {kind}; allowed are numbers, text, tensors, lists and dicts, and classes that "
                 "torch.serialization.add_safe_globals was given"
             ) from None
+
+
+def _is_plain(leaf: Any) -> bool:
+    """Whether any reader takes this tensor: it has values, is not of a user's class, and nothing of his is on it.
+
+    A sharded one is gathered into a plain one before it is written.
+    """
+    return is_sharded(leaf) or (type(leaf) in (Tensor, nn.Parameter) and not vars(leaf) and not leaf.is_meta)
 
 
 def _takes(model: nn.Module, state: dict[str, Any]) -> bool:
@@ -191,7 +199,8 @@ def _other_optimizer(saved: dict[str, Any], optimizer: torch.optim.Optimizer) ->
     An optimizer around others may have a state dict of its own form: it is compared by its parameters alone.
     """
     state, live = saved["optimizer"], optimizer.state_dict()
-    if {"param_groups", "state"} <= live.keys() & state.keys():
+    own_form = not all(isinstance(held, Mapping) and {"param_groups", "state"} <= held.keys() for held in (state, live))
+    if not own_form:
         here, there = live["param_groups"], state["param_groups"]
         sizes = [[len(group["params"]) for group in groups] for groups in (here, there)]
         if sizes[0] != sizes[1]:
@@ -200,6 +209,19 @@ def _other_optimizer(saved: dict[str, Any], optimizer: torch.optim.Optimizer) ->
         if missing := sorted(named - {"initial_lr"}):
             return f"it has no {', '.join(missing)}"
     here = _shapes(optimizer)
-    there = saved.get("parameter_shapes", here)  # 0.1 did not save them
-    odd = next((index for index, (a, b) in enumerate(zip(here, there, strict=False)) if a != b), None)
+    if "parameter_shapes" not in saved:  # by 0.1, which took optimizers alone whose state has their parameters' shapes
+        return "" if own_form else _other_state(state["state"], here)
+    there = saved["parameter_shapes"]
+    if len(here) != len(there):
+        return f"{len(there)} parameters there, {len(here)} here"
+    odd = next((index for index, (a, b) in enumerate(zip(here, there, strict=True)) if a != b), None)
     return f"parameter {odd} is {there[odd]} there, {here[odd]} here" if odd is not None else ""
+
+
+def _other_state(state: Mapping[int, Mapping[str, Any]], shapes: list[list[int]]) -> str:
+    """Why a state by parameter does not fit parameters of these shapes, or empty."""
+    for index, shape in enumerate(shapes):
+        for name, value in state.get(index, {}).items():
+            if isinstance(value, Tensor) and value.dim() and list(value.shape) != shape:
+                return f"{name} of parameter {index} is {list(value.shape)} there, {shape} here"
+    return ""

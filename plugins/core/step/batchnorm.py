@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 SMALL_MICRO_BATCH = 8
-_OWN: WeakKeyDictionary[_BatchNorm, float | None] = WeakKeyDictionary()  # momentum of layers where a rule has set one
+# The momentum of layers where a rule has set one, and what it has set; also after a run without an end.
+_OWN: WeakKeyDictionary[_BatchNorm, tuple[float, float]] = WeakKeyDictionary()
 
 
 def layers(model: nn.Module) -> list[_BatchNorm]:
@@ -29,30 +30,35 @@ def momentum_per_micro_batch(momentum: float, accumulate: int) -> float:
     return float(1.0 - (1.0 - momentum) ** (1.0 / accumulate))
 
 
+def own_momentum(layer: _BatchNorm) -> float | None:
+    """The momentum that the layer has without a rule; the user's, where he has set another since."""
+    own, scaled = _OWN.get(layer, (layer.momentum, layer.momentum))
+    return own if layer.momentum == scaled else layer.momentum
+
+
 class Statistics:
     """The rule in force on one model, and the way back from a window that must leave no trace."""
 
     def __init__(self, model: nn.Module, rule: str = "host") -> None:
         self.model, self.rule = model, rule
         self.layers = layers(model)
-        self._momentum = [_OWN.get(layer, layer.momentum) for layer in self.layers]  # also after a run without an end
         self._kept: list[Tensor] = []
 
     def apply(self, accumulate: int) -> None:
         """Set the rule for windows of `accumulate` micro-batches; call again whenever training mode is set."""
         if self.rule == "momentum":
-            for layer, momentum in zip(self.layers, self._momentum, strict=True):
-                if momentum is not None:
-                    _OWN[layer] = momentum
-                    layer.momentum = momentum_per_micro_batch(momentum, accumulate)
+            for layer in self.layers:
+                if (own := own_momentum(layer)) is not None:
+                    layer.momentum = momentum_per_micro_batch(own, accumulate)
+                    _OWN[layer] = own, layer.momentum
         elif self.rule == "freeze":
             for layer in self.layers:
                 layer.eval()
 
     def undo(self) -> None:
         """Give the layers their own momentum back."""
-        for layer, momentum in zip(self.layers, self._momentum, strict=True):
-            layer.momentum = momentum
+        for layer in self.layers:
+            layer.momentum = own_momentum(layer)
             _OWN.pop(layer, None)
 
     @torch.no_grad()

@@ -63,7 +63,7 @@ class EMA:
     def _moved(self) -> bool:
         """Whether the model holds other tensors than it did, or of another size."""
         return any(self._shadow[name].shape != tensor.shape for name, tensor in self._live.items()) or any(
-            len(now) != len(then) or any(now.get(key) is not value for key, value in then.items())
+            len(now) != len(then) or (then and any(now.get(key) is not value for key, value in then.items()))
             for now, then in self._places
         )
 
@@ -81,7 +81,7 @@ class EMA:
         self._copied |= {name for name, tensor in new.items() if not _averages(tensor)}
         held = (held for m in self._model.modules() for held in (m._parameters, m._buffers, m._modules))
         # Those of TorchScript are no dicts, and stay.
-        self._places = [(of, dict(of)) for of in held if of and isinstance(of, dict)]
+        self._places = [(of, dict(of)) for of in held if isinstance(of, dict)]
 
     @contextmanager
     def swapped(self) -> Iterator[None]:
@@ -197,11 +197,14 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
     """Parameters and buffers by name; a tied one under its first name only.
 
-    A buffer that is one value spread over a shape (`expand`) is a constant, and cannot be written to.
+    A buffer that is one value spread over a shape (`expand`) is a constant, and cannot be written to. Compressed
+    sparse ones (adjacency matrices) have no strides, and stay the model's own.
     """
     seen: set[int] = set()
     found: dict[str, Tensor] = {}
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if tensor.layout not in (torch.strided, torch.sparse_coo):
+            continue
         spread = any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
         if id(tensor) not in seen and not spread:
             seen.add(id(tensor))

@@ -47,11 +47,14 @@ def placed_as(value: Tensor, like: Tensor) -> Tensor:
     return here.redistribute(mesh, like.placements)  # type: ignore[attr-defined, no-any-return]
 
 
-def placed_for(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
-    """A state of this optimizer in whole tensors, those of a sharded parameter's shape sharded as it is."""
+def placed_for(optimizer: torch.optim.Optimizer, state: Any) -> Any:
+    """A state of this optimizer in whole tensors, those of a sharded parameter's shape sharded as it is.
+
+    Without sharded parameters it is the state itself, of whatever form.
+    """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if not any(is_sharded(parameter) for parameter in parameters):
-        return dict(state)
+        return state
 
     def placed(value: Any, parameter: Tensor) -> Any:
         fits = isinstance(value, Tensor) and value.shape == parameter.shape

@@ -121,6 +121,8 @@ class Moving(nn.Module):
         self.register_buffer("lowest", torch.tensor(float("inf")))
         self.register_buffer("angles", torch.ones(2).expand(4, 2), persistent=False)
         self.register_buffer("seen", torch.zeros(0, 2))
+        self.register_buffer("edges", torch.eye(2).to_sparse(), persistent=False)
+        self.register_buffer("rows", torch.eye(2).to_sparse_csr(), persistent=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.mean = 0.5 * self.mean + 0.5 * x.mean(0)
@@ -129,6 +131,7 @@ class Moving(nn.Module):
         return self.layer(x * self.angles[: len(x)])
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
 def test_buffers_that_are_exchanged_grow_or_are_infinite_do_not_harm_the_average() -> None:
     model = Moving()
     shadow = EMA(model, 0.5, ramp=False)
@@ -148,18 +151,24 @@ def test_buffers_that_are_exchanged_grow_or_are_infinite_do_not_harm_the_average
 
 def test_a_layer_that_comes_later_is_averaged_too() -> None:
     model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
+    model[0].later = nn.ModuleList()
     shadow = EMA(model, 0.5, ramp=False)
     model[1] = nn.Linear(3, 2)
     model.append(nn.Linear(2, 1))
     shadow.update()
-    before = [model[at].weight.detach().clone() for at in (1, 2)]
+    model[0].later.append(nn.Linear(2, 1))  # into what was empty
+    shadow.update()
+    model[0].register_buffer("scale", torch.ones(1))
+    shadow.update()
+    new = [model[1].weight, model[2].weight, model[0].later[0].weight, model[0].scale]
+    before = [tensor.detach().clone() for tensor in new]
     with torch.no_grad():
-        for at in (1, 2):
-            model[at].weight += 1
+        for tensor in new:
+            tensor += 1
     shadow.update()
     with shadow.swapped():
-        assert all(torch.allclose(model[at].weight, old + 0.5) for at, old in zip((1, 2), before, strict=True))
-    assert all(torch.equal(model[at].weight, old + 1) for at, old in zip((1, 2), before, strict=True))
+        assert all(torch.allclose(tensor, old + 0.5) for tensor, old in zip(new, before, strict=True))
+    assert all(torch.equal(tensor, old + 1) for tensor, old in zip(new, before, strict=True))
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*")
