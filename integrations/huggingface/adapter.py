@@ -148,7 +148,8 @@ class Adapter:
                 self._generation.hold(self.on_model[0])
         engine = deepspeed.engine_of(trainer, self.config.clip_norm)
         self.on_model += [engine] if engine is not None else []
-        clip_norm = engine.clip_norm if engine is not None else clipping.limit(trainer) or 0
+        limit = clipping.limit(trainer, clipping.by_host(trainer, self.config.clip_norm))
+        clip_norm = engine.clip_norm if engine is not None else limit or 0
         start = self.tools.start(args.device)
         self.layout.apply(start.precision, start.memory_format)
         self.session = self.losses.session = session = self.tools.new_session(

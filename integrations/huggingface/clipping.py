@@ -14,16 +14,19 @@ from integrations.huggingface.patches import Held, beneath, of_host
 from integrations.huggingface.sharding import is_sharded
 
 
-def by_host(trainer: Any) -> bool:
-    """Whether the trainer's own method clips.
+def by_host(trainer: Any, clip_norm: str | float) -> bool:
+    """Whether the trainer's own method clips, given the setting `clip_norm`.
 
-    The user wrote it (a `_clip_grad_norm`, or a `clip_grad_norm_` put on the accelerator); or the optimizer holds other
-    parameters than the model, less or more (those of a loss), and the host clips the model's by their own norm.
+    The user wrote it (a `_clip_grad_norm`, or a `clip_grad_norm_` put on the accelerator): it runs as the host runs it,
+    at any setting. Or the optimizer holds other parameters than the model, less or more (those of a loss), and the host
+    clips the model's by their own norm; but only where the setting leaves clipping to the host.
     """
     if versions.GRAD_NORM.here and not of_host(trainer._clip_grad_norm):
         return True
     clips = beneath(trainer.accelerator.clip_grad_norm_)
-    return getattr(clips, "__func__", None) is not Accelerator.clip_grad_norm_ or _holds_others(trainer)
+    if getattr(clips, "__func__", None) is not Accelerator.clip_grad_norm_:
+        return True
+    return clip_norm == "host" and _holds_others(trainer)
 
 
 def _holds_others(trainer: Any) -> bool:
@@ -34,10 +37,10 @@ def _holds_others(trainer: Any) -> bool:
     return of_both[0] != of_both[1]
 
 
-def limit(trainer: Any) -> float | None:
-    """L2 norm at which the plug clips in the host's place; None where it leaves that to the host, or nothing is."""
+def limit(trainer: Any, hosts: bool) -> float | None:
+    """L2 norm at which the plug clips in the host's place; None where that is the `hosts`, or nothing is clipped."""
     norm = trainer.args.max_grad_norm or 0
-    return float(norm) if norm > 0 and not by_host(trainer) else None
+    return float(norm) if norm > 0 and not hosts else None
 
 
 @contextmanager

@@ -138,7 +138,7 @@ class EvaluationLoss:
         if self._evidence is None:
             self._evidence = Evidence(tolerance(self._trainer))
         accumulate = int(self._trainer.args.gradient_accumulation_steps)
-        times = multiplied(self._trainer, self.losses.compute_loss, seen)
+        times = multiplied(self._trainer, self.losses.compute_loss, seen, self._evidence)
         self._evidence.note(loss / times, seen, accumulate, ranks())
         self._evidence.settle()
         self._asked = True

@@ -144,8 +144,6 @@ class Losses:
             self._leave("a batch without labels")
             return original(batches, device)
         self.lost.look(self.rule, batches)
-        if self._windows == 1:  # a rule is looked for, and the device waited for, in the first anyway
-            self.lost.tell()
         self._window.counts.extend(counts)
         self._window.total = at_least_one(sum_over_ranks(sum(counts), device))
         if self.session is not None:
@@ -171,8 +169,8 @@ class Losses:
             return original(model, inputs, *args, **kwargs)
         if self._count is not None and self.rule is not None:
             kwargs["num_items_in_batch"] = None
-            if window.micro_batches > 1 and not passes_on(self.trainer) and self.rule.count(inputs) != int(self._count):
-                self.approximate(CHANGED)
+            if window.micro_batches > 1 and not passes_on(self.trainer):
+                self.lost.note(counting.here(self.rule.count_there(inputs) != self._count), CHANGED)
             empty = not isinstance(self._count, Tensor) and not self._count and self.rule.kind != SUM
             with observation.watching(model, inputs, None) if empty else nullcontext(Seen({})) as seen:
                 found = original(model, inputs, *args, **kwargs)
@@ -209,7 +207,7 @@ class Losses:
 
     def _share_seen(self, loss: Tensor, seen: Seen) -> Share | None:
         """By the rule that every call so far fits; None leaves it the host's way."""
-        window, times = self._window, multiplied(self.trainer, self.compute_loss, seen)
+        window, times = self._window, multiplied(self.trainer, self.compute_loss, seen, self.evidence())
         self.evidence().note(loss / times, seen, window.micro_batches, ranks())
         if self._windows == 1 or not self.evidence().calls:
             self._look(Evidence.settle)  # before a rule is settled, the next micro-batch has to know
@@ -278,6 +276,8 @@ class Losses:
 
     def end_window(self) -> None:
         """After the last backward."""
+        if self._windows == 1:  # a rule is looked for, and the device waited for, in the first anyway
+            self.lost.tell()
         if self.observes:
             self._look(Evidence.settle)
 

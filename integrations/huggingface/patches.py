@@ -12,8 +12,8 @@ def of_host(method: Any) -> bool:
     """Whether a Trainer's method, looked at beneath our patches, is the host's own: no subclass's, no user's."""
     from transformers import Trainer
 
-    method = beneath(method)
-    return getattr(method, "__func__", None) is getattr(Trainer, method.__name__, None)
+    function = getattr(beneath(method), "__func__", None)  # a function put on the trainer has none, nor has a partial
+    return function is not None and function is getattr(Trainer, getattr(function, "__name__", ""), None)
 
 
 def beneath(method: Any) -> Any:

@@ -47,6 +47,7 @@ class Windows:
         self.micro_batches: list[Any] = []
         self.engine = engine
         self.outcome: Outcome | None = None
+        self._host_clips = False  # this update: asked once, as it looks at every parameter
         self._left = 0  # micro-batches of the window that are still to come
         self._begun = False
         self.arguments = Held(trainer.args)  # of one window
@@ -150,7 +151,7 @@ class Windows:
         What the plug leaves to the host's method, or to the user's, runs on what was put right, and says the norm.
         """
         norm = self._put_right().norm
-        if not clipping.by_host(self.trainer):
+        if not self._host_clips:
             return torch.tensor(norm, dtype=torch.float64)
         with clipping.unscaled(self.trainer):
             return original(*args, **kwargs)
@@ -158,7 +159,7 @@ class Windows:
     def get_grad_norm(self, original: Callable[..., Any], model: Any, grad_norm: Any = None) -> Any:
         """The host asks for the norm once a window, and hands in what `clip_grad_norm` gave where it clips."""
         outcome = self._put_right()
-        if grad_norm is None and not clipping.by_host(self.trainer):
+        if grad_norm is None and not self._host_clips:
             grad_norm = torch.tensor(outcome.norm, dtype=torch.float64)
         with clipping.unscaled(self.trainer):
             return original(model, grad_norm=grad_norm)
@@ -172,9 +173,7 @@ class Windows:
     def before_step(self) -> None:
         """on_pre_optimizer_step. Without gradients the host's step moves nothing; a scaler skips by itself."""
         self.arguments.undo()
-        if self.outcome is None:  # a host that asks for the norm only where it clips
-            self.outcome = self._prepared()
-        if self.outcome.stepped:
+        if self._put_right().stepped:  # so far not asked for by a host that asks for the norm only where it clips
             return
         for number in self.losses.not_finite():
             step = self.trainer.state.global_step + 1
@@ -186,9 +185,11 @@ class Windows:
 
     def _prepared(self) -> Outcome:
         """What the update comes to; that of an engine has happened by now, in the last backward."""
+        trainer = self.trainer  # whose optimizer and limit a callback may have exchanged
+        self._host_clips = clipping.by_host(trainer, self.session.config.clip_norm)
         if self.engine is None:
-            trainer = self.trainer  # whose optimizer and limit a callback may have exchanged
-            self.session.use(bare_optimizer(trainer.optimizer), trainer.accelerator.scaler, clipping.limit(trainer))
+            limit = clipping.limit(trainer, self._host_clips)
+            self.session.use(bare_optimizer(trainer.optimizer), trainer.accelerator.scaler, limit)
             return self.session.prepare_update()
         return self.session.engine_stepped(self.engine.norm, self.engine.stepped)
 

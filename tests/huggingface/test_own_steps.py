@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+import types
+
 import pytest
 import torch
 import transformers as t
 from torch.nn.functional import cross_entropy
 
 from integrations.huggingface import versions
+from integrations.huggingface.patches import Held, of_host
 from tests import reference
 from tests.huggingface.heads import Rows, batch_for, model_for
 from tests.huggingface.own_losses import SPLIT, named, ours, right
@@ -149,6 +153,16 @@ class EachAlone(t.Trainer):
         return 2 * super()._get_grad_norm(model, grad_norm=grad_norm)
 
 
+def by_function(trainer):
+    """Puts a function of another name on the trainer."""
+
+    def each_alone(model):
+        trainer.clipped = getattr(trainer, "clipped", 0) + 1
+        return torch.nn.utils.clip_grad_value_(list(model.parameters()), 0.01) or torch.tensor(7.0)
+
+    trainer._clip_grad_norm = each_alone
+
+
 def by_value(trainer):
     """The recipe that puts a function on accelerate."""
 
@@ -159,23 +173,24 @@ def by_value(trainer):
     trainer.accelerator.clip_grad_norm_ = clip
 
 
-@pytest.mark.parametrize("way", ["subclass", "accelerator"])
-def test_a_users_own_clipping_runs_once_an_update_on_the_exact_gradient(way, tmp_path):
-    if way == "subclass" and not versions.GRAD_NORM.here:
+@pytest.mark.parametrize(
+    ("way", "clip_norm"), [("subclass", "host"), ("function", "host"), ("accelerator", "host"), ("accelerator", "off")]
+)
+def test_a_users_own_clipping_runs_once_an_update_on_the_exact_gradient(way, clip_norm, tmp_path):
+    if way != "accelerator" and not versions.GRAD_NORM.here:
         pytest.skip("such a host has no method for it")
     found = {}
     for plug, split in ((True, SPLIT), (False, BIG)):
         kind = EachAlone if way == "subclass" else t.Trainer
         trainer, spy = trainer_for("bert-token", tmp_path / str(plug), 8, plug=plug, kind=kind, max_grad_norm=1.0,
-                                   options={"buckets": "off"}, **split)  # fmt: skip
-        if way == "accelerator":
-            by_value(trainer)
+                                   options={"buckets": "off", "clip_norm": clip_norm}, **split)  # fmt: skip
+        {"subclass": lambda trainer: None, "function": by_function, "accelerator": by_value}[way](trainer)
         trainer.train()
         found[plug] = spy.gradients[0]
         assert trainer.clipped == 1
         assert trainer.state.log_history[0]["grad_norm"] == (14.0 if way == "subclass" else 7.0)
     exact = right("bert-token")[0]
-    if way == "accelerator":
+    if way != "subclass":
         exact = {name: gradient.clamp(-0.01, 0.01) for name, gradient in exact.items()}
         assert reference.difference(found[True], exact) <= 1e-6
     assert reference.difference(found[True], found[False]) <= 1e-4  # of gradients that are nothing but rounding
@@ -230,3 +245,38 @@ def test_what_the_optimizer_holds_beside_the_model_is_left_out_of_the_norm_as_wi
         trainer.train()
         found.append({**spy.weights[1], **trainer.beside.state_dict()})
     assert all(torch.allclose(found[0][name], found[1][name], atol=1e-6) for name in found[0])
+
+
+@pytest.mark.parametrize("clip_norm", ["off", 0.01])
+def test_the_setting_clips_or_leaves_what_the_optimizer_holds_beside_the_model(clip_norm, tmp_path):
+    """The host's limit is far below: gradients that it clipped move next to nothing."""
+    moved = {}
+    for plug, limit in ((True, 1e-4), (False, 0.0)):
+        trainer, _ = trainer_for("bert-sequence", tmp_path / str(plug), 8, plug=plug, kind=LossWithWeights,
+                                 max_grad_norm=limit, options={"buckets": "off", "clip_norm": clip_norm},
+                                 **BIG)  # fmt: skip
+        before = {n: p.detach().clone() for n, p in [*trainer.model.named_parameters(), *own_weights(trainer)]}
+        trainer.train()
+        after = dict([*trainer.model.named_parameters(), *own_weights(trainer)])
+        moved[plug] = torch.cat([(after[name].detach() - before[name]).flatten() for name in before]) / 0.05
+    if clip_norm != "off":
+        moved[False] *= clip_norm / moved[False].norm()
+    assert torch.allclose(moved[True], moved[False], atol=1e-5)
+    assert moved[True].norm() > 5e-3
+
+
+def own_weights(trainer):
+    return [(f"beside.{name}", parameter) for name, parameter in trainer.beside.named_parameters()]
+
+
+def test_what_a_user_put_on_a_trainer_is_not_the_hosts():
+    trainer = object.__new__(t.Trainer)
+    assert of_host(trainer.training_step)
+    for put in (by_value, lambda *args: None, functools.partial(t.Trainer.training_step, trainer)):
+        trainer.training_step = put
+        assert not of_host(trainer.training_step)
+    trainer.training_step = types.MethodType(functools.partial(t.Trainer.training_step), trainer)
+    assert not of_host(trainer.training_step)
+    del trainer.training_step
+    Held(trainer).method("training_step", lambda original, *args: None)
+    assert of_host(trainer.training_step)

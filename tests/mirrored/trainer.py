@@ -49,14 +49,14 @@ def run(folder: Path, plug: bool = True, on: str = "mirror", precision: str = "f
     os.environ["ACCELERATE_TORCH_DEVICE"] = on
     options = {"plan": "off", "compile": "off", "ema": 0.9, **more.pop("options", {})}
     resume, wrong = more.pop("resume", None), more.pop("wrong", None)
-    head = more.pop("head", "bert-token")
+    head, kind = more.pop("head", "bert-token"), more.pop("kind", Trainer)
     batch = batch_for(head, ROWS, uneven=True)
     if change := more.pop("change", None):
         column, rows, value = change
         batch[column][rows] = value
     half = {"bf16": True} if precision == "bf16" else {}
     updates = Updates()
-    trainer = Trainer(
+    trainer = kind(
         model=model_for(head),
         args=arguments(folder, **{**FULL, "use_cpu": on == "cpu", **half, **more}),
         train_dataset=Rows(batch),
@@ -98,11 +98,28 @@ def test_run_equals_the_cpu_s(precision: str, tmp_path: Path) -> None:
     assert (facts["window"]["updates"], facts["window"]["partial_windows"]) == (6, 2)
 
 
-@pytest.mark.parametrize(("precision", "head"), [*((p, "bert-token") for p in PRECISIONS), ("fp32", "bert-question")])
-def test_no_read_of_our_own_a_micro_batch_and_one_an_update(precision: str, head: str, tmp_path: Path) -> None:
+class Prepares(Trainer):
+    """May change the labels, as far as the plug knows."""
+
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        return super()._prepare_inputs(inputs)
+
+
+@pytest.mark.parametrize(
+    ("precision", "head", "kind"),
+    [
+        *((p, "bert-token", Trainer) for p in PRECISIONS),
+        ("fp32", "bert-question", Trainer),
+        ("fp32", "bert-token", Prepares),
+    ],
+)
+def test_no_read_of_our_own_a_micro_batch_and_one_an_update(
+    precision: str, head: str, kind: type[Trainer], tmp_path: Path
+) -> None:
     quiet = {"logging_strategy": "no", "eval_strategy": "no"}  # a log reads the loss
     with_plug, alone = (
-        run(tmp_path / str(plug), plug, precision=precision, head=head, **quiet)[1].reads for plug in (True, False)
+        run(tmp_path / str(plug), plug, precision=precision, head=head, kind=kind, **quiet)[1].reads
+        for plug in (True, False)
     )
     ours, hosts = ([b - a for a, b in pairwise(reads)] for reads in (with_plug, alone))
     more = [mine - theirs for mine, theirs in zip(ours, hosts, strict=True)]

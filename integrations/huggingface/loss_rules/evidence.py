@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from integrations.huggingface.gradient_scaling import NEAR
 from integrations.huggingface.loss_rules.observation import RULES, Rule, Seen, Way, errors
+
+TRIES = 16
+"""Calls that are read to learn what of the model stays the same in a run; each makes the host wait for the device."""
 
 
 class Evidence:
@@ -23,6 +28,8 @@ class Evidence:
         self.possible: list[Rule] = list(RULES)
         self.calls = 0  # that told something
         self._count_is_left: bool | None = None  # by the model, as far as a call has told
+        self._tries = TRIES  # left, to tell that
+        self._multiplied: float | None = None  # as far as a call has told
         self._pending: list[tuple[Tensor, dict[Rule, Tensor]]] = []
 
     def note(self, loss: Tensor, seen: Seen, micro_batches: int, ranks: int) -> None:
@@ -43,9 +50,19 @@ class Evidence:
 
     def uses_count(self, seen: Seen) -> bool:
         """Whether the host's count may be in this loss: many heads get it and leave it aside, as BERT's do."""
-        if seen.passed and not seen.trace.used and self._count_is_left is None:
+        if seen.passed and not seen.trace.used and self._count_is_left is None and self._tries:
+            self._tries -= 1
             self._count_is_left = self._leaves_count(seen.passed[0])
         return seen.trace.used or (bool(seen.passed) and self._count_is_left is not True)
+
+    def multiplied(self, seen: Seen) -> float:
+        """By what the host has multiplied the loss of the model that a user's method got from it: the ranks, or 1."""
+        told = [call.loss / call.own for call in seen.passed if call.own is not None and call.loss is not None]
+        if not told:
+            return 1.0
+        if self._multiplied is None and math.isfinite(by := float(told[0])):
+            self._multiplied = float(ranks() if abs(by - ranks()) < NEAR else 1)
+        return self._multiplied or 1.0
 
     def _leaves_count(self, call: Seen) -> bool | None:
         """Of a call of the model: whether its own loss is a mean of its own terms; None where both would be alike."""

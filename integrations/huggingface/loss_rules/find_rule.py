@@ -12,10 +12,10 @@ from accelerate.utils import send_to_device
 from torch import Tensor
 
 from integrations.huggingface import versions
-from integrations.huggingface.gradient_scaling import NEAR, own_method
+from integrations.huggingface.gradient_scaling import own_method
 from integrations.huggingface.loss_rules import counting
 from integrations.huggingface.loss_rules.counting import Counting
-from integrations.huggingface.loss_rules.evidence import ranks
+from integrations.huggingface.loss_rules.evidence import Evidence, ranks
 from integrations.huggingface.loss_rules.head_probe import HOST, LATER, TOLERANCE, fits, invisible_copy, probe
 from integrations.huggingface.loss_rules.observation import Seen
 from integrations.huggingface.sharding import is_sharded
@@ -46,7 +46,7 @@ def own_count(trainer: Any) -> bool:
     return own_method(method, "_get_num_items_in_batch")
 
 
-def multiplied(trainer: Any, compute_loss: Any, seen: Seen) -> float:
+def multiplied(trainer: Any, compute_loss: Any, seen: Seen, evidence: Evidence) -> float:
     """By what the host has multiplied a loss that its count is meant to divide: the ranks, or 1.
 
     It does so whether the loss is divided by the count or not.
@@ -55,10 +55,7 @@ def multiplied(trainer: Any, compute_loss: Any, seen: Seen) -> float:
         return 1.0
     if not own_method(compute_loss, "compute_loss"):
         return float(ranks() if trainer.model_accepts_loss_kwargs or trainer.compute_loss_func else 1)
-    for call in seen.passed:  # by a user's method that goes on to the host's
-        if call.own is not None and call.loss is not None:
-            return float(ranks() if abs(float(call.loss / call.own) - ranks()) < NEAR else 1)
-    return 1.0
+    return evidence.multiplied(seen)  # by a user's method that goes on to the host's
 
 
 def find_rule(
