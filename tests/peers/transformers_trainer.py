@@ -20,6 +20,9 @@ from twice import WITH_PLUG, Suite  # beside this file, which is run as a script
 ALLOWED = {
     "*TrainerCallbackTest.test_init_callback": "pins the list of callbacks",
     "*TrainerCallbackTest.test_add_remove_callback": "pins the list of callbacks",
+    "*TrainerCallbackTest.test_custom_callback_added_at_init": "pins the list of callbacks",
+    "*TrainerCallbackTest.test_default_callbacks_are_present": "pins the list of callbacks",
+    "*TrainerCallbackTest.test_printer_callback_when_tqdm_disabled": "pins the list of callbacks",
     "*TrainerCallbackTest.test_event_flow": "takes the callback at a place from the end of the list",
     "*TrainerIntegrationTest.test_best_model_checkpoint_behavior": "counts the files of a run's folder",
     "*TrainerIntegrationTest.test_save_best_checkpoint": "counts the files of a run's folder",
