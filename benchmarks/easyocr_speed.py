@@ -89,7 +89,7 @@ def prepared(data: Path, updates: int, preprocess: str, **more: Any) -> Prepared
             **more,
         }
     )
-    seed_everything(SEED)
+    seed_everything(settings.manualSeed)
     return prepare(settings)
 
 
@@ -97,7 +97,7 @@ def official(run: Prepared, updates: int) -> Steps:
     """The official loop."""
     model = run.model.train()
     steps = optimizer(model.parameters(), run.settings)
-    batches = WidthBatches(run.lines.widths(), [600], BATCH, seed=SEED)
+    batches = WidthBatches(run.lines.widths(), [600], BATCH, seed=run.settings.manualSeed)
     for batch in loader(run.lines, islice(batches.from_position(0), updates), 0):
         loss = ctc_loss(read(model, batch.images), batch.classes, batch.lengths)
         model.zero_grad()
